@@ -1,0 +1,47 @@
+# Every target sets up .venv first if it is missing or out of date; once set up, none needs the network.
+#   make demo    the main job: every strategy trains the same small GPT, and shows what it costs
+#   make test    the tests
+#   make learn   JupyterLab in chapters/
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: help setup demo test learn bench lint format clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(READY)
+
+# requirements.txt comes first, and minidist itself with --no-deps, so that pip never replaces a
+# tested version (an unpinned torch is several gigabytes). No build isolation: that would need the
+# network again whenever pyproject.toml changes.
+$(READY): requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(READY)
+
+demo: $(READY)
+	@mkdir -p out
+	$(BIN)/python -m minidist compare --plot out/compare.png --json out/compare.json
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+learn: $(READY)
+	$(BIN)/python -m minidist learn
+
+bench: $(READY)
+	$(BIN)/python -m minidist bench
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv out
