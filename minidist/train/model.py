@@ -105,7 +105,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linears around a GELU, four times as wide inside: ``[..., width]`` -> ``[..., width]``."""
+    """Two linears around a GELU, four times as wide inside; the shape stays ``[..., width]``."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -137,7 +137,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Last norm and the output matrix: ``[batch, seq, width]`` -> logits ``[batch, seq, vocab]``."""
+    """Last norm and output matrix: ``[batch, seq, width]`` -> logits ``[batch, seq, vocab]``."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
