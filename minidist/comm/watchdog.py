@@ -1,0 +1,182 @@
+"""Who waits where: what each rank is doing, told so that one sees which rank is missing.
+
+`snapshot` and `describe` run on a rank; everything they return is plain data that the program which
+started the ranks can print, with the source lines that only it may know (cells of a notebook).
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+
+# Frames from here are machinery; the interesting line is the last one that is not.
+_MINIDIST = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_COMM = os.path.join(_MINIDIST, "comm") + os.sep
+_LIBRARIES = tuple(
+    {os.path.abspath(p) + os.sep for p in sysconfig.get_paths().values()} | {_MINIDIST, "<frozen "}
+)
+# Errors that a rank gets because another one went away or never came.
+_CONSEQUENCES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Application timeout caused pair closure",
+    "Socket closed",
+    "remote process exited",
+)
+
+Frame = tuple[str, int, str, str]  # file, line, function, source line ("" where unknown)
+
+
+def is_library(file: str) -> bool:
+    """Whether this file is torch's, Python's or minidist's rather than the user's."""
+    return file.startswith(_LIBRARIES)
+
+
+def snapshot() -> dict:
+    """What the main thread of this rank is doing, and its last collectives. Plain data."""
+    from minidist.comm import ledger
+
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    frames = _own(traceback.extract_stack(frame)) if frame is not None else []
+    now = time.perf_counter()
+    records = [
+        {
+            "seq": r.seq,
+            "op": r.op,
+            "group": r.group,
+            "group_size": r.group_size,
+            "numel": r.numel,
+            "dtype": r.dtype,
+            "by": r.by,
+            "peer": r.peer,
+            "site": r.site,
+            "age": now - r.issued,
+            "done": r.finished is not None,
+        }
+        for r in list(ledger.last)
+    ]
+    return {"frames": frames, "collective": collective(frames), "records": records}
+
+
+def collective(frames: list[Frame]) -> str | None:
+    """The communication call that these frames are inside of, by the name the user called."""
+    for file, _, function, _ in frames:
+        if file == os.path.join(_COMM, "collectives.py") or file.endswith("distributed_c10d.py"):
+            if function not in ("wrapper", "__call__"):
+                return function
+    return None
+
+
+def describe(error: BaseException) -> dict:
+    """An exception with its causes as plain data."""
+    chain, seen = [], set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        frames = _own(traceback.extract_tb(current.__traceback__))
+        if isinstance(current, SyntaxError):
+            frames += [(current.filename or "?", current.lineno or 0, "", current.text or "")]
+        link = None
+        following = current.__cause__
+        if following is not None:
+            link = "cause"
+        elif not current.__suppress_context__ and current.__context__ is not None:
+            following, link = current.__context__, "context"
+        text = "".join(traceback.format_exception_only(type(current), current)).rstrip("\n")
+        chain.append({"frames": frames, "text": text, "link": link})
+        current = following
+    return {
+        "type": type(error).__name__,
+        "message": str(error),
+        "chain": chain,
+        "consequence": any(_is_consequence(link["text"]) for link in chain),
+    }
+
+
+def _is_consequence(text: str) -> bool:
+    return any(mark in text for mark in _CONSEQUENCES)
+
+
+def _own(stack) -> list[Frame]:
+    """Frames from the user's function on: the ranks' own loop in front of it says nothing."""
+    frames = [(f.filename, f.lineno or 0, f.name, f.line or "") for f in stack]
+    ours = [i for i, f in enumerate(frames) if f[0] == os.path.join(_COMM, "worker.py")]
+    return frames[ours[-1] + 1 :] if ours else frames
+
+
+# ---------------------------------------------------------------------------- telling the story
+
+
+def source(frame: Frame) -> str:
+    """The frame's source line; notebook cells are known only where they were typed."""
+    return frame[3].strip() or linecache.getline(frame[0], frame[1]).strip()
+
+
+def user_frame(frames: list[Frame]) -> Frame | None:
+    """The innermost line of the user's code, else the innermost of all."""
+    for frame in reversed(frames):
+        if not is_library(frame[0]):
+            return frame
+    return frames[-1] if frames else None
+
+
+def format_frames(frames: list[Frame], shorten: bool = False) -> str:
+    """Frames as Python prints them; `shorten` leaves out the inner workings of libraries."""
+    lines, hidden = [], 0
+    any_user = any(not is_library(f[0]) for f in frames)
+    for i, frame in enumerate(frames):
+        if shorten and any_user and is_library(frame[0]) and i < len(frames) - 1:
+            hidden += 1
+            continue
+        if hidden:
+            lines.append(f"  ... {hidden} more inside libraries")
+            hidden = 0
+        lines.append(f'  File "{frame[0]}", line {frame[1]}, in {frame[2]}')
+        text = source(frame)
+        if text:
+            lines.append(f"    {text}")
+    return "\n".join(lines)
+
+
+def format_error(error: dict, shorten: bool = False) -> str:
+    """The whole chain of exceptions, the causes first, as Python prints it."""
+    parts = []
+    for link in reversed(error["chain"]):
+        if link["link"] == "cause":
+            parts.append("The above was the direct cause of:\n")
+        elif link["link"] == "context":
+            parts.append("While handling the above:\n")
+        if link["frames"]:
+            parts.append("Traceback (most recent call last):")
+            parts.append(format_frames(link["frames"], shorten))
+        parts.append(link["text"] + "\n")
+    return "\n".join(parts).rstrip("\n")
+
+
+def doing(snap: dict) -> str:
+    """One line: what a rank was doing when it was asked."""
+    frames = snap["frames"]
+    frame = user_frame(frames)
+    if frame is None:
+        return "not running anything"
+    waiting = [r for r in snap["records"] if not r["done"]]
+    op = snap["collective"]
+    verb = f"waiting in {op}" if op else f"running {frame[2]}"
+    text = f"{verb} at {frame[0]}:{frame[1]}"
+    line = source(frame)
+    if line:
+        text += f": {line}"
+    if waiting:
+        r = waiting[-1]
+        by = f", for {r['by']}" if r["by"] else ""
+        text += (
+            f"  [{r['op']} number {r['seq']} of {r['numel']} {r['dtype']}{by}, {r['age']:.1f} s]"
+        )
+    return text
