@@ -1,10 +1,10 @@
 """What autograd keeps between forward and backward for our GPT: the formula, addend by addend.
 
 Korthikanti 2022 (section 4.1) counts 34 bytes per token and unit of width for a 16-bit layer of
-Megatron, and 5 * heads * seq for its attention scores. Ours keeps fewer: 16 numbers per token and unit of width, because the
-attention kernel never stores its seq x seq scores (Dao 2022) and there is no dropout, whose masks
-are 2 of the 34 bytes. Each addend names the operation that needs it; the tests compare every one
-with `torch.autograd.graph.saved_tensors_hooks`, to the byte.
+Megatron, and 5 * heads * seq for its attention scores. Ours keeps fewer: 16 numbers per token and
+unit of width, because the attention kernel never stores its seq x seq scores (Dao 2022) and there
+is no dropout, whose masks are 2 of the 34 bytes. Each addend names the operation that needs it; the
+tests compare the sum with `torch.autograd.graph.saved_tensors_hooks`, to the byte.
 """
 
 from __future__ import annotations
