@@ -70,7 +70,9 @@ class Ranks:
     collective for agreement, which turns mismatches into errors, and costs 2-4 times the time of a
     small collective. `on_output(rank, "stdout" | "stderr", line)`: gets what the ranks print, line
     by line as it comes, instead of the terminal; a line that ends in "\\r" is unfinished and will
-    come again (progress bars).
+    come again (progress bars). `keep`: after an error to which every rank has answered (it raised
+    or finished, none is stuck) leave the ranks standing with their memory; the caller makes sure
+    that they still agree on which collective comes next.
     """
 
     def __init__(
@@ -79,13 +81,14 @@ class Ranks:
         timeout: float | None = 60,
         debug: bool = False,
         on_output: Output | None = None,
+        keep: bool = False,
     ):
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"the number of ranks must be a whole number, got {n!r}")
         if n < 1:
             raise ValueError(f"at least one rank is needed, got ranks={n}")
         _check_timeout(timeout)
-        self.n, self.timeout, self.debug = n, timeout, debug
+        self.n, self.timeout, self.debug, self.keep = n, timeout, debug, keep
         self._on_output = on_output or print_output
         self._busy = threading.Lock()
         self._ranks: list[_Process] = []
@@ -159,7 +162,7 @@ class Ranks:
         """Call `fn(*args, **kwargs)` on every rank; results in rank order.
 
         `timeout` and `on_output` replace those of this object for one call. After a `RankFailure`
-        the ranks are gone: make new ones.
+        the ranks are gone (unless `keep`): make new ones.
         """
         if not callable(fn):
             raise TypeError(f"run needs a function to call on every rank, got {fn!r}")
@@ -174,6 +177,8 @@ class Ranks:
                 process.send_bytes(call)
             limit = self.timeout if timeout is None else timeout
             return self._collect("done", limit, on_output or self._on_output)
+        except RankFailure:
+            raise  # `_failure` has decided what becomes of the ranks
         except BaseException:
             if sys.exc_info()[0] not in (TypeError, pickle.PicklingError):
                 self.kill()
@@ -284,7 +289,8 @@ class Ranks:
 
     def _failure(self, head: str, waiting: set[int], errors: dict[int, dict]) -> RankFailure:
         snaps = self._snapshots(waiting)
-        self.kill()
+        if waiting or not self.keep:
+            self.kill()
         states = {}
         for rank in range(self.n):
             if rank in errors:
