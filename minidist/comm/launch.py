@@ -295,7 +295,7 @@ class Ranks:
         for rank in range(self.n):
             if rank in errors:
                 error = errors[rank]
-                states[rank] = error.get("state") or f"raised {error['type']}: {error['message']}"
+                states[rank] = error.get("state") or watchdog.raised(error)
             elif rank in snaps:
                 states[rank] = watchdog.doing(snaps[rank])
             elif rank in waiting:

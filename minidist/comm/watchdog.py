@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import threading
@@ -17,6 +18,8 @@ import traceback
 # Frames from here are machinery; the interesting line is the last one that is not.
 _MINIDIST = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _COMM = os.path.join(_MINIDIST, "comm") + os.sep
+# What runs the user's code on a rank: a function, or a notebook cell.
+_RUNNERS = {os.path.join(_COMM, "worker.py"), os.path.join(_MINIDIST, "learn", "cell.py")}
 _LIBRARIES = tuple(
     {os.path.abspath(p) + os.sep for p in sysconfig.get_paths().values()} | {_MINIDIST, "<frozen "}
 )
@@ -29,6 +32,15 @@ _CONSEQUENCES = (
     "Application timeout caused pair closure",
     "Socket closed",
     "remote process exited",
+    "failed to pass monitoredBarrier",
+)
+# torch's check of collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL) says on each rank what that rank
+# called, correctly, and what another rank called, sometimes wrongly; so only the first is kept.
+_MISMATCH = re.compile(
+    r"Detected mismatch between collectives on ranks\. Rank (\d+) is running collective: "
+    r"CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?OpType=(\w+)"
+    r"(?:, TensorShape=(\[[^\]]*\]), TensorDtypes=(\w+))?.*",
+    re.DOTALL,
 )
 
 Frame = tuple[str, int, str, str]  # file, line, function, source line ("" where unknown)
@@ -90,14 +102,21 @@ def describe(error: BaseException) -> dict:
         elif not current.__suppress_context__ and current.__context__ is not None:
             following, link = current.__context__, "context"
         text = "".join(traceback.format_exception_only(type(current), current)).rstrip("\n")
+        text = _MISMATCH.sub(_mismatch, text)
         chain.append({"frames": frames, "text": text, "link": link})
         current = following
     return {
         "type": type(error).__name__,
-        "message": str(error),
+        "message": _MISMATCH.sub(_mismatch, str(error)),
         "chain": chain,
         "consequence": any(_is_consequence(link["text"]) for link in chain),
     }
+
+
+def _mismatch(found: re.Match) -> str:
+    rank, op, shape, dtype = found.groups()
+    what = f" of shape {shape}, {dtype}" if shape else ""
+    return f"the ranks call different collectives, shapes or types here: rank {rank} {op.lower()}{what}"
 
 
 def _is_consequence(text: str) -> bool:
@@ -105,9 +124,9 @@ def _is_consequence(text: str) -> bool:
 
 
 def _own(stack) -> list[Frame]:
-    """Frames from the user's function on: the ranks' own loop in front of it says nothing."""
+    """Frames from the user's code on: the ranks' own loop in front of it says nothing."""
     frames = [(f.filename, f.lineno or 0, f.name, f.line or "") for f in stack]
-    ours = [i for i, f in enumerate(frames) if f[0] == os.path.join(_COMM, "worker.py")]
+    ours = [i for i, f in enumerate(frames) if f[0] in _RUNNERS]
     return frames[ours[-1] + 1 :] if ours else frames
 
 
@@ -160,6 +179,18 @@ def format_error(error: dict, shorten: bool = False) -> str:
     return "\n".join(parts).rstrip("\n")
 
 
+def raised(error: dict) -> str:
+    """One line: what a rank raised, and at which line of the user's code."""
+    text = f"raised {error['type']}: {error['message']}"
+    frame = user_frame(error["chain"][0]["frames"])
+    return text + _at(frame) if frame else text
+
+
+def _at(frame: Frame) -> str:
+    line = source(frame)
+    return f" at {frame[0]}:{frame[1]}" + (f": {line}" if line else "")
+
+
 def doing(snap: dict) -> str:
     """One line: what a rank was doing when it was asked."""
     frames = snap["frames"]
@@ -169,10 +200,7 @@ def doing(snap: dict) -> str:
     waiting = [r for r in snap["records"] if not r["done"]]
     op = snap["collective"]
     verb = f"waiting in {op}" if op else f"running {frame[2]}"
-    text = f"{verb} at {frame[0]}:{frame[1]}"
-    line = source(frame)
-    if line:
-        text += f": {line}"
+    text = verb + _at(frame)
     if waiting:
         r = waiting[-1]
         by = f", for {r['by']}" if r["by"] else ""
