@@ -148,6 +148,12 @@ def reduce_scatter(
     return _result(work, async_op)
 
 
+def scratch_numel(full: Tensor, group=None) -> int:
+    """Elements `reduce_scatter(scratch=...)` needs for a buffer like `full`; 0 where it is native."""
+    pg = resolve_group(group)
+    return full.numel() // pg.size() * (pg.size() - 1) if _is_direct(pg, full) else 0
+
+
 def all_gather(full: Tensor, shard: Tensor, *, group=None, async_op: bool = False, by: str = ""):
     """Put every rank's `shard` end to end into `full`: `full[r*s : (r+1)*s] = shard of rank r`.
 
@@ -271,8 +277,10 @@ def all_gather_object(obj: Any, group=None, *, by: str = "") -> list[Any]:
     started = time.perf_counter()
     result: list[Any] = [obj]
     if pg.size() > 1:
-        result = [None] * pg.size()
-        dist.all_gather_object(result, obj, group=pg)
+        result = [obj] * pg.size()
+        # A dry run has nobody to ask, and under FakeTensorMode no values to unpickle.
+        if dist.get_backend(pg) != "fake":
+            dist.all_gather_object(result, obj, group=pg)
     ledger.close_record(record, started)
     return result
 
@@ -351,11 +359,11 @@ def _staged(tensor: Tensor, pg) -> Tensor:
 
 def _wire(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     """A contiguous real tensor with the same values, and what copies the result back (or None)."""
-    wire = tensor.detach()
+    wire, finish = tensor.detach(), None
     if wire.is_conj() or wire.is_neg() or not wire.is_contiguous():
         # gloo reads a strided tensor as if it were dense: wrong values, no error.
         wire = wire.resolve_conj().resolve_neg().contiguous()
-    finish = None if wire.data_ptr() == tensor.data_ptr() else _copy_back(tensor, wire)
+        finish = _copy_back(tensor, wire)
     return (torch.view_as_real(wire) if wire.is_complex() else wire), finish
 
 
