@@ -32,7 +32,7 @@ _CONSEQUENCES = (
     "Application timeout caused pair closure",
     "Socket closed",
     "remote process exited",
-    "failed to pass monitoredBarrier",
+    "did not come to this collective",
 )
 # torch's check of collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL) says on each rank what that rank
 # called, correctly, and what another rank called, sometimes wrongly; so only the first is kept.
@@ -42,6 +42,9 @@ _MISMATCH = re.compile(
     r"(?:, TensorShape=(\[[^\]]*\]), TensorDtypes=(\w+))?.*",
     re.DOTALL,
 )
+_DISAGREE = "the ranks call different collectives, shapes or types here: "
+# The same check when a rank has gone: named after torch's inner workings, with a useless time.
+_ABSENT = re.compile(r"\[Rank \d+\]: Ranks ([\d, ]+) failed to pass monitoredBarrier in \d+ ms")
 
 Frame = tuple[str, int, str, str]  # file, line, function, source line ("" where unknown)
 
@@ -102,21 +105,27 @@ def describe(error: BaseException) -> dict:
         elif not current.__suppress_context__ and current.__context__ is not None:
             following, link = current.__context__, "context"
         text = "".join(traceback.format_exception_only(type(current), current)).rstrip("\n")
-        text = _MISMATCH.sub(_mismatch, text)
+        text = _plain(text)
         chain.append({"frames": frames, "text": text, "link": link})
         current = following
     return {
         "type": type(error).__name__,
-        "message": _MISMATCH.sub(_mismatch, str(error)),
+        "message": _plain(str(error)),
         "chain": chain,
         "consequence": any(_is_consequence(link["text"]) for link in chain),
     }
 
 
+def _plain(text: str) -> str:
+    """An error message of torch's collective checks in words for the person who caused it."""
+    text = _ABSENT.sub(r"rank \1 did not come to this collective", text)
+    return _MISMATCH.sub(_mismatch, text)
+
+
 def _mismatch(found: re.Match) -> str:
     rank, op, shape, dtype = found.groups()
     what = f" of shape {shape}, {dtype}" if shape else ""
-    return f"the ranks call different collectives, shapes or types here: rank {rank} {op.lower()}{what}"
+    return f"{_DISAGREE}rank {rank} calls {op.lower()}{what}"
 
 
 def _is_consequence(text: str) -> bool:
@@ -182,6 +191,8 @@ def format_error(error: dict, shorten: bool = False) -> str:
 def raised(error: dict) -> str:
     """One line: what a rank raised, and at which line of the user's code."""
     text = f"raised {error['type']}: {error['message']}"
+    if error["message"].startswith(_DISAGREE):  # said once, by the rank reported first
+        text = "calls " + error["message"].partition(" calls ")[2]
     frame = user_frame(error["chain"][0]["frames"])
     return text + _at(frame) if frame else text
 
