@@ -12,25 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import NamedTuple
 
-from minidist.parallel.schedules import Action, Schedule, ScheduleError
-
-
-class Transfer(NamedTuple):
-    """A message between two ranks: an activation to the next virtual stage or a gradient back.
-
-    `stage` is the virtual stage that receives it.
-    """
-
-    what: str
-    microbatch: int
-    stage: int
-    source: int
-    target: int
-
-    def __str__(self):
-        return (
-            f"{self.what} {self.microbatch} for stage {self.stage} ({self.source} -> {self.target})"
-        )
+from minidist.parallel.schedules import Action, Schedule, ScheduleError, Transfer
 
 
 class Send(NamedTuple):
@@ -43,31 +25,6 @@ class Receive(NamedTuple):
     """Post the receive; the action that needs the value waits for it later."""
 
     transfer: Transfer
-
-
-def incoming(schedule: Schedule, rank: int, action: Action) -> Transfer | None:
-    """The message this action waits for; None if its input is already on this rank."""
-    stage = schedule.stage(rank, action.chunk)
-    return _transfer(schedule, action, stage - (1 if action.kind == "F" else -1), stage)
-
-
-def outgoing(schedule: Schedule, rank: int, action: Action) -> Transfer | None:
-    """The message this action produces; None if its result stays on this rank."""
-    stage = schedule.stage(rank, action.chunk)
-    return _transfer(schedule, action, stage, stage + (1 if action.kind == "F" else -1))
-
-
-def _transfer(schedule, action, source_stage, target_stage):
-    ends = source_stage, target_stage
-    if action.kind == "W" or not all(0 <= stage < schedule.virtual_stages for stage in ends):
-        return None
-    source, target = (schedule.owner(stage)[0] for stage in ends)
-    what = "activation" if action.kind == "F" else "gradient"
-    return (
-        Transfer(what, action.microbatch, target_stage, source, target)
-        if source != target
-        else None
-    )
 
 
 def programs(
@@ -87,13 +44,13 @@ def programs(
         (slot.end, message)
         for rank, slots in enumerate(timeline.slots)
         for slot in slots
-        if slot.action.kind in kinds and (message := outgoing(schedule, rank, slot.action))
+        if slot.action.kind in kinds and (message := schedule.outgoing(rank, slot.action))
     )
     place = {message: i for i, (_, message) in enumerate(produced)}
 
     def program(rank):
         actions = [action for action in schedule.actions[rank] if action.kind in kinds]
-        needs = [incoming(schedule, rank, action) for action in actions]
+        needs = [schedule.incoming(rank, action) for action in actions]
         in_order = sorted(filter(None, needs), key=place.get)
         posted = set()
 
@@ -108,7 +65,7 @@ def programs(
             )
 
         for i, action in enumerate(actions):
-            made = outgoing(schedule, rank, action)
+            made = schedule.outgoing(rank, action)
             yield from post(up_to(needs[i]))
             yield from post(needs[i + 1 : i + 1 + ahead])
             yield action
@@ -157,7 +114,7 @@ def rendezvous(
             return f"rank {rank} is sending {sends[0]}"
         step = programs[rank][position[rank]] if position[rank] < len(programs[rank]) else None
         if isinstance(step, Action):
-            message = incoming(schedule, rank, step)
+            message = schedule.incoming(rank, step)
             if message and message not in done:
                 return f"rank {rank} waits before {step} for {message}"
         return None

@@ -42,6 +42,24 @@ class Action(NamedTuple):
         return f"{self.kind}{self.microbatch}" + (f".{self.chunk}" if self.chunk else "")
 
 
+class Transfer(NamedTuple):
+    """A message between two ranks: an activation to the next virtual stage or a gradient back.
+
+    `stage` is the virtual stage that receives it.
+    """
+
+    what: str
+    microbatch: int
+    stage: int
+    source: int
+    target: int
+
+    def __str__(self):
+        return (
+            f"{self.what} {self.microbatch} for stage {self.stage} ({self.source} -> {self.target})"
+        )
+
+
 class Slot(NamedTuple):
     action: Action
     start: float
@@ -135,6 +153,26 @@ class Schedule:
             other, other_chunk = self.owner(neighbour)
             needed.append((other, Action(kind, microbatch, other_chunk)))
         return needed
+
+    def incoming(self, rank: int, action: Action) -> Transfer | None:
+        """The message this action waits for; None if its input is already on this rank."""
+        stage = self.stage(rank, action.chunk)
+        return self._transfer(action, stage - (1 if action.kind == "F" else -1), stage)
+
+    def outgoing(self, rank: int, action: Action) -> Transfer | None:
+        """The message this action produces; None if its result stays on this rank."""
+        stage = self.stage(rank, action.chunk)
+        return self._transfer(action, stage, stage + (1 if action.kind == "F" else -1))
+
+    def _transfer(self, action: Action, source_stage: int, target_stage: int) -> Transfer | None:
+        ends = source_stage, target_stage
+        if action.kind == "W" or not all(0 <= stage < self.virtual_stages for stage in ends):
+            return None
+        source, target = (self.owner(stage)[0] for stage in ends)
+        what = "activation" if action.kind == "F" else "gradient"
+        if source == target:
+            return None
+        return Transfer(what, action.microbatch, target_stage, source, target)
 
     # ------------------------------------------------------------------ time
     def simulate(self, f=1, b=2, w=None, comm=0) -> Timeline:
