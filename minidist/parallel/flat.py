@@ -47,9 +47,7 @@ class FlatLayout:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
-        self.shapes = [
-            torch.Size(t.shape if isinstance(t, Tensor) else t) for t in tensors
-        ]
+        self.shapes = [torch.Size(t.shape if isinstance(t, Tensor) else t) for t in tensors]
         self.numels = [shape.numel() for shape in self.shapes]
         self.offsets, end = [], 0
         for numel in self.numels:
@@ -79,6 +77,7 @@ class FlatLayout:
             for offset, numel, shape in zip(self.offsets, self.numels, self.shapes, strict=True)
         ]
 
+    @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor], flat: Tensor) -> Tensor:
         """Copy `tensors` to their places in `flat` (converting dtype if it differs); returns `flat`."""
         for view, tensor in zip(self.views(flat), tensors, strict=True):
