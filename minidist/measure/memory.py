@@ -12,7 +12,8 @@ What kind a storage is, the first rule that applies:
     3. gradients     backward has put it in some `parameter.grad`
     4. optimizer     an optimizer keeps it in its `state`
     5. activations   autograd keeps it for backward (from the save to the release)
-    6. temporary     none of these: results under way, inputs, what is forgotten at once
+    6. temporary     none of these: inputs, results under way, and what is not yet known to be of a
+                     kind (a gradient until backward hands it over)
 
 On a GPU the numbers are of CUDA tensors, and `memory.on("cpu")` has what was offloaded. Scratch
 that a kernel allocates and frees inside one operation cannot be seen, on any device.
@@ -41,8 +42,9 @@ def tag(tensor: Tensor, kind: str, device: str | None = None) -> Tensor:
     buffers (communication buckets, scratch, statistics).
 
     Means the whole storage, whatever part of it `tensor` shows, until it is freed or tagged again.
-    Costs a microsecond and works whether or not anything measures. `device="disk"` counts it apart
-    from main memory, for memory-mapped files. Returns `tensor`. ValueError for another kind.
+    Costs a microsecond and works whether or not anything measures. Returns `tensor`.
+    `device="disk"` counts it apart from main memory, for memory-mapped files (`torch.from_file`
+    is recognised by itself). ValueError for another kind.
     """
     if kind not in _TAGS:
         raise ValueError(f"kind must be one of {', '.join(_TAGS)}, got {kind!r}")
@@ -78,9 +80,9 @@ def storages(tensor: Tensor) -> Iterable:
 class Bytes(dict):
     """Bytes by kind; a kind that never occurred is 0. `total` is their sum."""
 
-    def __init__(self, values=()):
+    def __init__(self, values=(), **kinds: int):
         super().__init__(dict.fromkeys(KINDS, 0))
-        self.update(values)
+        self.update(values, **kinds)
 
     @property
     def total(self) -> int:
@@ -96,7 +98,7 @@ class _Entry:
         self.key, self.nbytes, self.device, self.kind = key, nbytes, device, kind
         self.saved = 0  # how many tensors in it autograd keeps for backward
         self.always_there = False  # older than the measurement, and of its first kind ever since
-        self.changed = 0  # clock when it got its size and kind
+        self.changed = 0  # clock when it got its size and kind, -1: always had them
         self.ref: weakref.ref | None = None
 
     @property
@@ -184,7 +186,7 @@ class Memory:
     # --- reading -----------------------------------------------------------------------------
 
     def on(self, device: str) -> DeviceMemory:
-        """The counters of a device type: "cpu", "cuda", or "disk" for what was tagged so."""
+        """The counters of a device type: "cpu", "cuda", or "disk" for memory-mapped files."""
         with self._lock:
             self.settle()
             return self._devices.setdefault(device, DeviceMemory())
@@ -272,6 +274,7 @@ class Memory:
             entry = self._live.get(storage._cdata)
             if entry is not None:
                 self._relabel(entry, kind=storage.minidist_kind)
+                self._relocate(entry, storage.__dict__.get("minidist_device", entry.device))
                 self.settle()
 
     def resized(self, storage) -> None:
@@ -314,8 +317,10 @@ class Memory:
     def _adopt(self, storage, nbytes: int, device: str, kind: str | None, always_there: bool):
         known = storage.__dict__  # filled by tag(); `getattr` with a default would cost more
         kind = known.get("minidist_kind", kind)
+        if device == "cpu" and storage.filename is not None:
+            device = "disk"  # torch.from_file: the pages are the kernel's to drop
         entry = _Entry(storage._cdata, nbytes, known.get("minidist_device", device), kind)
-        entry.always_there, entry.changed = always_there, self._clock
+        entry.always_there, entry.changed = always_there, -1 if always_there else self._clock
         notes = self._notes
         entry.ref = weakref.ref(storage, lambda _: notes.append((entry, True)))
         self._live[entry.key] = entry
@@ -341,6 +346,12 @@ class Memory:
         if entry.label != old:
             self._counters(entry).relabel(entry, old, entry.label)
             entry.changed, entry.always_there = self._clock, False
+
+    def _relocate(self, entry: _Entry, device: str) -> None:
+        if entry.device != device:
+            self._counters(entry).add(entry.label, -entry.nbytes)
+            entry.device, entry.changed, entry.always_there = device, self._clock, False
+            self._counters(entry).add(entry.label, entry.nbytes)
 
     def _work_off(self) -> None:
         while self._notes:
