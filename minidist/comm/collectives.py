@@ -2,8 +2,8 @@
 
 On NCCL they are the native calls. On gloo (CPU) two of them are our own, because the native ones
 are slow or costly there (measured on torch 2.13): `reduce_scatter` really moves all-reduce traffic,
-2(N-1)/N of the buffer instead of (N-1)/N, and `all_gather` copies through extra buffers. Sending each
-chunk straight to its owner is 2-8 times faster. Both are here as `_DirectReduceScatter` and
+2(N-1)/N of the buffer instead of (N-1)/N, and `all_gather` copies through extra buffers. Sending
+each chunk straight to its owner is 2-8 times faster. Both are here as `_DirectReduceScatter` and
 `_DirectAllGather`; chapter 0 builds the same thing from send and receive.
 
 What gloo does wrongly without an error is caught here: strided tensors are made contiguous and
@@ -49,7 +49,8 @@ _TAG_REDUCE_SCATTER, _TAG_ALL_GATHER = 0x7F000001, 0x7F000002
 
 
 class Work:
-    """A collective under way. `wait()` makes its result valid, closes its ledger record and returns it.
+    """A collective under way. `wait()` makes its result valid, closes its ledger record and
+    returns it.
 
     On CUDA `wait()` makes the current stream wait, the host goes on. Calling it again does nothing.
     """
@@ -120,13 +121,14 @@ def reduce_scatter(
     by: str = "",
     scratch: Tensor | None = None,
 ):
-    """Combine `full` over the group and keep this rank's part: `shard[i] = op over ranks of full[rank*s + i]`.
+    """Combine `full` over the group and keep this rank's part: `shard[i] = op over ranks of
+    full[rank*s + i]`.
 
-    `full` is 1-D and contiguous with N * shard.numel() elements and must not change before `wait()`;
-    `shard` may be this rank's own slice of it. Sends (N-1)/N of the bytes of `full` per rank.
-    On gloo the sum runs in rank order 0..N-1, so the bits do not depend on how tensors are bucketed.
-    `scratch`: a 1-D buffer of (N-1) * shard.numel() elements to receive into; kept between steps it
-    saves the page faults of a fresh allocation.
+    `full` is 1-D and contiguous with N * shard.numel() elements and must not change before
+    `wait()`; `shard` may be this rank's own slice of it. Sends (N-1)/N of the bytes of `full` per
+    rank. On gloo the sum runs in rank order 0..N-1, so the bits do not depend on how tensors are
+    bucketed. `scratch`: a 1-D buffer of (N-1) * shard.numel() elements to receive into; kept
+    between steps it saves the page faults of a fresh allocation.
     """
     pg = resolve_group(group)
     _check_op(op, full)
@@ -149,7 +151,8 @@ def reduce_scatter(
 
 
 def scratch_numel(full: Tensor, group=None) -> int:
-    """Elements `reduce_scatter(scratch=...)` needs for a buffer like `full`; 0 where it is native."""
+    """Elements `reduce_scatter(scratch=...)` needs for a buffer like `full`; 0 where it is
+    native."""
     pg = resolve_group(group)
     return full.numel() // pg.size() * (pg.size() - 1) if _is_direct(pg, full) else 0
 
@@ -204,7 +207,8 @@ def all_to_all(
 ):
     """Send part j of `inp` to rank j and receive part j of `out` from rank j.
 
-    Parts are equal cuts of dimension 0, or the given row counts. Sends all but this rank's own part.
+    Parts are equal cuts of dimension 0, or the given row counts. Sends all but this rank's own
+    part.
     """
     pg = resolve_group(group)
     n = pg.size()
@@ -310,7 +314,8 @@ class _DirectReduceScatter:
     def finish(self) -> None:
         combine, total = _COMBINE[self.op], self.parts[0]
         for r in range(1, self.n):
-            # The sum so far lives in a received chunk: `full` stays as it was until the last addition.
+            # The sum so far lives in a received chunk: `full` stays as it was until the last
+            # addition.
             out = self.shard if r == self.n - 1 else (total if r == self.me else self.parts[r])
             total = combine(total, self.parts[r], out=out)
         if self.op == "mean":

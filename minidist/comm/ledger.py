@@ -22,7 +22,7 @@ class Record:
     """One collective or message as seen by this rank. Times are `time.perf_counter()` seconds."""
 
     seq: int  # counts per group: the first difference between ranks tells where they parted
-    op: str  # all_reduce, reduce_scatter, all_gather, broadcast, all_to_all, send, recv, barrier, ...
+    op: str  # all_reduce, reduce_scatter, all_gather, broadcast, send, recv, ...
     group: str  # name of the process group
     group_size: int
     numel: int  # elements of the whole tensor the operation is about

@@ -2,11 +2,12 @@
 
     tensors      [ w1 ......... ][ b1 ][ w2 ............ ][ b2 ]
     flat buffer  [ w1 ......... | b1 | w2 ............ | b2 |pad]
-    shards       [   rank 0     |    rank 1    |    rank 2     ]     equal, cut without regard to tensors
+    shards       [   rank 0     |    rank 1    |    rank 2     ]     equal, cut through tensors
 
 One large collective instead of many small ones, and equal shards whatever the shapes. A shard may
 hold the end of one tensor and the beginning of the next, `pieces` says which. DDP all-reduces the
-buffer; ZeRO-1/2 reduce-scatter gradients and all-gather parameters; FSDP also frees it between uses.
+buffer; ZeRO-1/2 reduce-scatter gradients and all-gather parameters; FSDP also frees it between
+uses.
 
 Document 4.2 and 5.2; Rajbhandari et al. 2020 section 5; Zhao et al. 2023 (FSDP) section 3.2.1.
 """
@@ -65,8 +66,8 @@ class FlatLayout:
         return flat
 
     def clean_padding(self, flat: Tensor) -> None:
-        """Zero the padding, which takes part in norms and reductions. MINIDIST_DEBUG=1 fills it with NaN:
-        whatever lets padding leak into a result then shows."""
+        """Zero the padding, which takes part in norms and reductions. MINIDIST_DEBUG=1 fills it
+        with NaN: whatever lets padding leak into a result then shows."""
         padding = flat[self.numel :]
         padding.fill_(float("nan") if debug_enabled() and flat.is_floating_point() else 0)
 
@@ -79,7 +80,8 @@ class FlatLayout:
 
     @torch.no_grad()
     def pack(self, tensors: Sequence[Tensor], flat: Tensor) -> Tensor:
-        """Copy `tensors` to their places in `flat` (converting dtype if it differs); returns `flat`."""
+        """Copy `tensors` to their places in `flat` (converting dtype if it differs); returns
+        `flat`."""
         for view, tensor in zip(self.views(flat), tensors, strict=True):
             view.copy_(tensor)
         return flat
@@ -89,7 +91,8 @@ class FlatLayout:
         return flat[rank * self.shard_numel : (rank + 1) * self.shard_numel]
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Which part of which tensor lies in the shard of `rank`, in order; padding is in no piece."""
+        """Which part of which tensor lies in the shard of `rank`, in order; padding is in no
+        piece."""
         begin = rank * self.shard_numel
         end = min(begin + self.shard_numel, self.numel)
         pieces = []

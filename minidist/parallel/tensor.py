@@ -6,20 +6,21 @@
         X ──f──[ A1 | A2 ]── gelu ──[ B1 / B2 ]──g── Y        (Megatron's MLP)
 
 The slices of the first layer are just the inputs that the second needs, so nothing is gathered in
-between; only the partial sums meet, in one all-reduce. `f` is the identity forward and an all-reduce
-backward (each rank knows only its part of dL/dX), `g` is the reverse. Document 3.1 says that row
-parallel ranks "compute a part of the hidden state": they compute all of it, but only a part of each
-number, and the parts are added. It also says column outputs are concatenated: usually they are not.
+between; only the partial sums meet, in one all-reduce. `f` is the identity forward and an
+all-reduce backward (each rank knows only its part of dL/dX), `g` is the reverse. Document 3.1 says
+that row parallel ranks "compute a part of the hidden state": they compute all of it, but only a
+part of each number, and the parts are added. It also says column outputs are concatenated: usually
+they are not.
 
 nn.Linear stores A transposed ([out, in]), so column parallel cuts dimension 0 of `weight` and row
 parallel dimension 1.
 
-With sequence parallel the parts outside of the two matrices (norms, dropout, residual) work on a slice
-of the tokens: f becomes an all-gather and g a reduce-scatter over tokens, the same bytes as the
-all-reduce they replace, and activations outside shrink by N.
+With sequence parallel the parts outside of the two matrices (norms, dropout, residual) work on a
+slice of the tokens: f becomes an all-gather and g a reduce-scatter over tokens, the same bytes as
+the all-reduce they replace, and activations outside shrink by N.
 
-Chapter 3.1; Shoeybi et al. 2019 section 3; Narayanan et al. 2021 section 2.3; Korthikanti et al. 2022
-section 4.2.2.
+Chapter 3.1; Shoeybi et al. 2019 section 3; Narayanan et al. 2021 section 2.3; Korthikanti et al.
+2022 section 4.2.2.
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ def sum_over_ranks(x: Tensor, group=None) -> Tensor:
 
 
 def gather_slices(x: Tensor, dim: int, group=None) -> Tensor:
-    """All ranks' x end to end along `dim`; the gradient is summed over ranks, and each keeps its slice.
+    """All ranks' x end to end along `dim`; the gradient is summed over ranks, and each keeps its
+    slice.
 
     Right when every rank goes on with its own computation on the whole (a column cut, a contrastive
-    loss). If data parallelism then averages gradients, the result is that of the mean of all losses.
+    loss). If data parallelism then averages gradients, the result is that of the mean of all
+    losses.
     """
     pg = resolve_group(group)
     return _Collective.apply(
@@ -90,7 +93,8 @@ def sum_slices(x: Tensor, dim: int, group=None) -> Tensor:
 
 
 def keep_slice(x: Tensor, dim: int, group=None) -> Tensor:
-    """This rank's slice along `dim` of an x that is the same on all ranks; the gradient is gathered."""
+    """This rank's slice along `dim` of an x that is the same on all ranks; the gradient is
+    gathered."""
     pg = resolve_group(group)
     return _Collective.apply(x, lambda t: _own(t, dim, pg), lambda g: _gather(g, dim, pg).wait())
 
@@ -103,7 +107,8 @@ def join_slices(x: Tensor, dim: int, group=None) -> Tensor:
 
 
 class _Pending:
-    """A collective along one dimension, under way: flat buffers outside, the right shape after wait()."""
+    """A collective along one dimension, under way: flat buffers outside, the right shape after
+    wait()."""
 
     def __init__(self, work: coll.Work, shape: torch.Size, dim: int):
         self.work, self.shape, self.dim = work, shape, dim
@@ -144,20 +149,21 @@ def _check_divisible(what: str, size: int, pg) -> None:
         raise ValueError(f"{what} ({size}) cannot be cut into {pg.size()} equal parts")
 
 
-# --- linear layers ---------------------------------------------------------------------------------
+# --- linear layers ------------------------------------------------------------------------------
 
 TOKENS = -2  # activations are [..., tokens, features]; sequence parallel cuts the tokens
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """x A^T + b with f (or the gather of tokens) inside, so that the sum over ranks of dL/dX travels
-    while dL/dA is computed."""
+    """x A^T + b with f (or the gather of tokens) inside, so that the sum over ranks of dL/dX
+    travels while dL/dA is computed."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, pg, sequence_parallel):
         ctx.save_for_backward(x, weight)
         ctx.pg, ctx.sequence_parallel, ctx.has_bias = pg, sequence_parallel, bias is not None
-        # Only the slice is kept for backward: gathering twice costs traffic, keeping all costs memory.
+        # Only the slice is kept for backward: gathering twice costs traffic, keeping all costs
+        # memory.
         whole = _gather(x, TOKENS, pg).wait() if sequence_parallel else x
         return F.linear(whole, weight, bias)
 
@@ -186,10 +192,10 @@ class _ColumnLinear(torch.autograd.Function):
 class ColumnParallelLinear(nn.Module):
     """nn.Linear cut by output features: [..., in] -> this rank's slice [..., out / N].
 
-    `gather_output=True`: every rank gets the whole output (an all-gather that the usual pair of column
-    and row does not need). `sequence_parallel=True`: the input is this rank's slice of the tokens.
-    Starts with exactly the values that nn.Linear(in_features, out_features) would draw here, whatever N.
-    Raises ValueError if N does not divide `out_features`.
+    `gather_output=True`: every rank gets the whole output (an all-gather that the usual pair of
+    column and row does not need). `sequence_parallel=True`: the input is this rank's slice of the
+    tokens. Starts with exactly the values that nn.Linear(in_features, out_features) would draw
+    here, whatever N. Raises ValueError if N does not divide `out_features`.
     """
 
     def __init__(self, in_features, out_features, bias=True, *, gather_output=False,
@@ -201,8 +207,8 @@ class ColumnParallelLinear(nn.Module):
     @classmethod
     def from_module(cls, full_layer: nn.Linear, group=None, *, parts: int = 1, gather_output=False,
                     sequence_parallel=False) -> ColumnParallelLinear:  # fmt: skip
-        """Cut an existing nn.Linear. `parts=3`: the output is three tensors side by side (q, k, v), and
-        each is cut on its own, so that a rank gets matching heads of all three."""
+        """Cut an existing nn.Linear. `parts=3`: the output is three tensors side by side (q, k,
+        v), and each is cut on its own, so that a rank gets matching heads of all three."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._cut(full_layer, resolve_group(group), parts, gather_output, sequence_parallel)
@@ -228,13 +234,14 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """nn.Linear cut by input features: this rank's slice [..., in / N] -> the whole output [..., out].
+    """nn.Linear cut by input features: this rank's slice [..., in / N] -> the whole output [...,
+    out].
 
-    Each rank's product is a full-size partial sum; they are added over the ranks, and the bias is added
-    once, after that. `input_is_parallel=False`: the input is whole and cut here. `sequence_parallel=True`:
-    the output is this rank's slice of the tokens (reduce-scatter instead of all-reduce).
-    Starts with exactly the values that nn.Linear(in_features, out_features) would draw here, whatever N.
-    Raises ValueError if N does not divide `in_features`.
+    Each rank's product is a full-size partial sum; they are added over the ranks, and the bias is
+    added once, after that. `input_is_parallel=False`: the input is whole and cut here.
+    `sequence_parallel=True`: the output is this rank's slice of the tokens (reduce-scatter instead
+    of all-reduce). Starts with exactly the values that nn.Linear(in_features, out_features) would
+    draw here, whatever N. Raises ValueError if N does not divide `in_features`.
     """
 
     def __init__(self, in_features, out_features, bias=True, *, input_is_parallel=True,
@@ -275,7 +282,8 @@ class RowParallelLinear(nn.Module):
             y = sum_over_ranks(partial, self.group)
             return y if self.bias is None else y + self.bias
         y = sum_slices(partial, TOKENS, self.group)
-        # Each rank adds the bias to its own tokens only: the gradient must be summed over the ranks.
+        # Each rank adds the bias to its own tokens only: the gradient must be summed over the
+        # ranks.
         return y if self.bias is None else y + copy_to_ranks(self.bias, self.group)
 
 
@@ -295,12 +303,13 @@ def _shard_parameter(shard: Tensor, full: nn.Parameter) -> nn.Parameter:
 
 
 class VocabParallelEmbedding(nn.Module):
-    """nn.Embedding cut by rows of the table: tokens [...] -> vectors [..., dim], whole on every rank.
+    """nn.Embedding cut by rows of the table: tokens [...] -> vectors [..., dim], whole on every
+    rank.
 
     A rank looks up the tokens it owns and contributes zeros for the others; the sum is the lookup.
-    A table that N does not divide is padded with rows that no token reaches. Tokens outside the table
-    raise IndexError (masked out they would silently become zeros). `sequence_parallel=True`: each rank
-    gets its slice of the tokens.
+    A table that N does not divide is padded with rows that no token reaches. Tokens outside the
+    table raise IndexError (masked out they would silently become zeros). `sequence_parallel=True`:
+    each rank gets its slice of the tokens.
     """
 
     def __init__(self, num_embeddings, embedding_dim, padding_idx=None, *, sequence_parallel=False,
@@ -396,10 +405,10 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """F.cross_entropy (mean) on logits that are cut by classes: [..., V/N] and int64 targets [...].
 
-    The maximum and the sums are global, so the result, the same on all ranks, equals the serial one, and
-    large logits do not overflow. `vocab_size`: the true number of classes, where the last ones only pad
-    the table: they are left out of the softmax and get no gradient. Moves three numbers per token
-    instead of V. Raises IndexError for targets outside the vocabulary.
+    The maximum and the sums are global, so the result, the same on all ranks, equals the serial
+    one, and large logits do not overflow. `vocab_size`: the true number of classes, where the last
+    ones only pad the table: they are left out of the softmax and get no gradient. Moves three
+    numbers per token instead of V. Raises IndexError for targets outside the vocabulary.
     """
     pg = resolve_group(group)
     vocab = logits.shape[-1] * pg.size() if vocab_size is None else vocab_size
@@ -414,16 +423,18 @@ def vocab_parallel_cross_entropy(
     return _VocabCrossEntropy.apply(logits, targets, label_smoothing, ignore_index, vocab, pg)
 
 
-# --- dropout and whole models ----------------------------------------------------------------------
+# --- dropout and whole models -------------------------------------------------------------------
 
 
 @contextmanager
 def tp_rng(group=None):
-    """Random numbers that differ between the ranks of the group: for dropout on *sharded* activations.
+    """Random numbers that differ between the ranks of the group: for dropout on *sharded*
+    activations.
 
-    Outside, the ranks' streams are the same (replicated activations must be dropped alike). Inside, this
-    rank uses a stream seeded with one number of the common stream and its rank. Nothing is kept between
-    calls, so activation checkpointing, which rewinds the common stream, gets the same masks again.
+    Outside, the ranks' streams are the same (replicated activations must be dropped alike).
+    Inside, this rank uses a stream seeded with one number of the common stream and its rank.
+    Nothing is kept between calls, so activation checkpointing, which rewinds the common stream,
+    gets the same masks again.
     """
     pg = resolve_group(group)
     seed = int(torch.randint(2**31, ()))
@@ -444,7 +455,8 @@ def _in_tp_rng(module: nn.Module, pg) -> None:
 
 
 def _sum_gradients(parameters, pg) -> None:
-    """Parameters that work on sharded tokens: each rank sees its tokens only, the gradient is the sum."""
+    """Parameters that work on sharded tokens: each rank sees its tokens only, the gradient is the
+    sum."""
     for parameter in parameters:
         parameter.register_hook(lambda grad: _sum(grad, pg, "tp norm gradient"))
 
@@ -452,11 +464,12 @@ def _sum_gradients(parameters, pg) -> None:
 def tensor_parallel(model: nn.Module, group=None, *, sequence_parallel: bool = False) -> nn.Module:
     """Cut the built-in GPT over the group, in place, and return it.
 
-    Attention by heads (column qkv, row proj), the MLP by hidden features (column up, row down), the token
-    table and the output matrix by vocabulary. Logits come out cut by classes: use
-    `vocab_parallel_cross_entropy(..., vocab_size=config.vocab)`. Four all-reduces per block and step, two
-    forward, two backward. `sequence_parallel=True`: between the layers each rank holds 1/N of the tokens.
-    Raises ValueError, before anything changes, if N does not divide the heads or the hidden width.
+    Attention by heads (column qkv, row proj), the MLP by hidden features (column up, row down),
+    the token table and the output matrix by vocabulary. Logits come out cut by classes: use
+    `vocab_parallel_cross_entropy(..., vocab_size=config.vocab)`. Four all-reduces per block and
+    step, two forward, two backward. `sequence_parallel=True`: between the layers each rank holds
+    1/N of the tokens. Raises ValueError, before anything changes, if N does not divide the heads
+    or the hidden width.
     """
     pg, config = resolve_group(group), model.config
     if config.heads % pg.size():

@@ -9,8 +9,8 @@
     bucket is full        wait for the shard's mean     all-gather the updated parameters
     reduce-scatter it     inner optimizer on the shard  of each bucket, in place
 
-Stages 1 and 2 move as many bytes as DDP: a reduce-scatter and an all-gather are the two halves of an
-all-reduce, 2(N-1)/N of the parameters. Stage 3 also shards the parameters: see `fsdp.py`.
+Stages 1 and 2 move as many bytes as DDP: a reduce-scatter and an all-gather are the two halves of
+an all-reduce, 2(N-1)/N of the parameters. Stage 3 also shards the parameters: see `fsdp.py`.
 
 Chapter 5; document 5.2; Rajbhandari et al. 2020, "ZeRO", sections 5.1, 5.2 and 7.
 """
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from minidist.comm import collectives as coll
 from minidist.comm.mesh import resolve_group
-from minidist.measure import span, tag
+from minidist.measure import tag
 from minidist.parallel.agree import check_same_parameters
 from minidist.parallel.flat import FlatLayout
 
@@ -57,14 +57,15 @@ class ZeroOptimizer(Optimizer):
     """A `torch.optim.Optimizer` whose states (stage 1) and reduced gradients (stage 2) are sharded.
 
     `params_or_groups`: as for any torch optimizer (named parameters give better error messages);
-    `optimizer_class`: any optimizer that treats every element on its own (SGD, Adam, AdamW, RMSprop,
-    ...; `**defaults` go to it). Others, whose update of one element depends on the rest of its tensor
-    (LBFGS, LAMB, Muon), are recognised by a trial and refused with a ValueError.
+    `optimizer_class`: any optimizer that treats every element on its own (SGD, Adam, AdamW,
+    RMSprop, ...; `**defaults` go to it). Others, whose update of one element depends on the rest
+    of its tensor (LBFGS, LAMB, Muon), are recognised by a trial and refused with a ValueError.
 
-    Reduces gradients itself during backward, so no DDP is needed. A rank whose backward did not reach
-    a parameter contributes zeros. After `backward()` the parameters' `.grad` is None: the mean lives
-    in the shards, clip with `clip_grad_norm_`. `step()` consumes it; backwards without a step between
-    them add up. In `no_sync()` gradients add up locally, and the next backward outside reduces the sum.
+    Reduces gradients itself during backward, so no DDP is needed. A rank whose backward did not
+    reach a parameter contributes zeros. After `backward()` the parameters' `.grad` is None: the
+    mean lives in the shards, clip with `clip_grad_norm_`. `step()` consumes it; backwards without
+    a step between them add up. In `no_sync()` gradients add up locally, and the next backward
+    outside reduces the sum.
 
     `bucket_cap_mb`: parameter bytes per bucket, in MiB (None: one bucket, 0: one per parameter).
     `master_dtype=torch.float32`: keep 32-bit masters of 16-bit parameters and step on those.
@@ -196,7 +197,8 @@ class ZeroOptimizer(Optimizer):
             self._reduce(bucket)
 
     def _collect(self, bucket: Bucket, i: int, param: nn.Parameter) -> None:
-        """Move a fresh gradient into the bucket, divided by N on the way (the copy is needed anyway)."""
+        """Move a fresh gradient into the bucket, divided by N on the way (the copy is needed
+        anyway)."""
         self._settle(bucket)  # a reduction of an earlier backward still reads the buffer
         if bucket.grad is None:
             self._take_grad_buffer(bucket)
@@ -252,8 +254,9 @@ class ZeroOptimizer(Optimizer):
             bucket.grad_views = []
 
     def _end_of_backward(self) -> None:
-        # Exactly one reduction per bucket and backward on every rank, also of buckets that this rank's
-        # graph did not reach: ranks that reduced different buckets would wait for each other for ever.
+        # Exactly one reduction per bucket and backward on every rank, also of buckets that this
+        # rank's graph did not reach: ranks that reduced different buckets would wait for each
+        # other for ever.
         while self._next < len(self.buckets):
             self._reduce(self.buckets[self._next])
         self._next, self._callback_queued = 0, False
@@ -268,7 +271,8 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update this rank's shards with the mean gradients, then gather the parameters on all ranks."""
+        """Update this rank's shards with the mean gradients, then gather the parameters on all
+        ranks."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -305,8 +309,8 @@ class ZeroOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradients so that their norm over all ranks is at most `max_norm`.
 
-        Returns the norm before scaling (0-d, float32 or float64), equal on all ranks. Call it on every
-        rank, between backward and step.
+        Returns the norm before scaling (0-d, float32 or float64), equal on all ranks. Call it on
+        every rank, between backward and step.
         """
         self._finish_reductions()
         # Shards are disjoint: every element counts once. Padding lies behind `valid`.
@@ -358,7 +362,8 @@ class ZeroOptimizer(Optimizer):
     # --- saving: independent of the number of ranks, or this rank's part -----------------------
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state dict that the plain optimizer would have, whole tensors on every rank (collective).
+        """The state dict that the plain optimizer would have, whole tensors on every rank
+        (collective).
 
         Keyed by parameter index like torch's, so it loads into a plain `optimizer_class` and into a
         ZeroOptimizer of any stage and world size. 32-bit masters are under the extra key `master`.
@@ -379,7 +384,8 @@ class ZeroOptimizer(Optimizer):
         return {**result, "master": dict(sorted(masters.items()))} if masters else result
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's shard out of a state dict of `full_state_dict()` or of a plain optimizer."""
+        """Take this rank's shard out of a state dict of `full_state_dict()` or of a plain
+        optimizer."""
         place = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
         groups = state_dict["param_groups"]
         ours, theirs = ([len(g["params"]) for g in gs] for gs in (self.param_groups, groups))
@@ -490,7 +496,7 @@ def _refuse_unless_elementwise(optimizer_class: type[Optimizer], defaults: dict[
         results.append(torch.cat([p.detach().flatten() for p in params]))
     if not torch.allclose(*results, rtol=1e-9, atol=0):
         raise ValueError(
-            f"{optimizer_class.__name__} updates an element by looking at the rest of its tensor (a norm, "
-            "a matrix): on a flat shard it would see only a part. Use an elementwise optimizer with "
-            "ZeRO, or this one with DDP"
+            f"{optimizer_class.__name__} updates an element by looking at the rest of its tensor "
+            "(a norm, a matrix): on a flat shard it would see only a part. Use an elementwise "
+            "optimizer with ZeRO, or this one with DDP"
         )
