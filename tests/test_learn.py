@@ -14,7 +14,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from minidist.learn import figures, lang, ship
+from minidist.learn import figures, lang, ship, style
 
 SOON = 4.0  # "within a second", on a machine that is busy with other tests
 
@@ -496,8 +496,12 @@ def widths(ax) -> list[list[float]]:
     return [[bar.get_width() for bar in container] for container in ax.containers]
 
 
-def action(kind, microbatch, chunk=0):
-    return types.SimpleNamespace(kind=kind, microbatch=microbatch, chunk=chunk)
+def one_rank(rank, *spans):
+    """A timeline: spans are (name, lane, start, end)."""
+    names = ("name", "lane", "start", "end")
+    return types.SimpleNamespace(
+        rank=rank, spans=[types.SimpleNamespace(**dict(zip(names, s, strict=True))) for s in spans]
+    )
 
 
 def test_memory_bars_are_the_numbers(pyplot):
@@ -514,27 +518,44 @@ def test_memory_bars_are_the_numbers(pyplot):
 
 
 def test_traffic_bars_are_the_numbers(pyplot):
-    ax = figures.traffic_bars({"ddp": {"all_reduce": 1500}, "none": {}}, formula={"ddp": 1500})
+    from minidist.measure.traffic import Total, Traffic
+
+    traffic = Traffic()
+    traffic.by_op["all_reduce"] = Total(calls=1, payload_bytes=1000, sent_bytes=1500)
+    ax = figures.traffic_bars({"ddp": traffic, "none": {}}, formula={"ddp": 1500})
     assert widths(ax) == [[1.5, 0.0]] and ax.get_xlabel() == "kB"
 
 
-def test_gantt_places_every_action(pyplot):
-    blocks = [(0, action("F", 0), 0, 1), (1, action("F", 0), 1, 2), (1, action("B", 0), 2, 4),
-              (0, action("B", 0), 4, 6)]  # fmt: skip
-    ax = figures.gantt(blocks, title="naive")
-    bars = sorted((bar.get_x(), bar.get_width()) for c in ax.containers for bar in c)
-    assert bars == [(0, 1), (1, 1), (2, 2), (4, 2)]
+def test_gantt_of_a_plan_places_every_action(pyplot):
+    import minidist as md
+
+    plan = md.schedule("gpipe", 2, 1).simulate(f=1, b=2)
+    ax = figures.gantt(plan.slots)
+    bars = [(bar.get_x(), bar.get_width(), bar.get_y() + 0.42) for c in ax.containers for bar in c]
+    assert sorted(bars) == [pytest.approx(b) for b in [(0, 1, 0), (1, 1, 1), (2, 2, 1), (4, 2, 0)]]
     assert "50%" in ax.get_title(loc="left")  # 6 busy slots of 2 ranks x 6
 
 
-def test_timeline_starts_at_zero_and_picks_a_unit(pyplot):
-    spans = [
-        (0, "compute", "backward", 100.0, 100.02),
-        (0, "communication", "bucket 0", 100.01, 100.04),
+def test_gantt_of_a_measurement_finds_the_actions(pyplot):
+    spans = [("F0", "compute", 5.0, 5.01), ("bucket 0", "communication", 5.0, 6.0)]
+    second = one_rank(1, ("B12.1", "compute", 5.01, 5.02))
+    slots = figures.measured_slots([one_rank(0, *spans), second])
+    assert [[(str(action), end) for action, _, end in mine] for mine in slots] == [
+        [("F0", 5.01)],
+        [("B12.1", 5.02)],
     ]
-    ax = figures.timeline(spans)
-    assert widths(ax)[0] == pytest.approx([20.0])
+    ax = figures.gantt(slots, unit="s")
+    assert "(ms)" in ax.get_xlabel() and ax.get_xlim() == pytest.approx((0, 20))
+
+
+def test_timeline_starts_at_zero_and_picks_a_unit(pyplot):
+    backward = ("backward", "compute", 100.0, 100.02)
+    bucket = ("bucket 0", "communication", 100.01, 100.04)
+    ax = figures.timeline([one_rank(0, backward, bucket), one_rank(1, backward)])
+    assert widths(ax) == [pytest.approx([20, 20]), pytest.approx([30])]
     assert "(ms)" in ax.get_xlabel() and ax.get_xlim() == pytest.approx((0, 40))
+    assert len(ax.get_yticklabels()) == 4
+    assert len(figures.timeline([one_rank(0, backward, bucket)], lanes=["compute"]).containers) == 1
 
 
 def test_loss_curves_say_how_far_apart_they_are(pyplot):
@@ -566,13 +587,13 @@ def test_comparison_is_saved(tmp_path, pyplot):
 
 
 def test_without_a_chinese_font_the_chinese_part_is_left_out(monkeypatch, pyplot):
-    monkeypatch.setattr(figures, "chinese_font", lambda: None)
-    assert figures.label("memory", "内存") == "memory"
+    monkeypatch.setattr(style, "chinese_font", lambda: None)
+    assert style.label("memory", "内存") == "memory"
     ax = figures.memory_bars({"a": {"parameters": 1}})
     shown = [ax.get_title(loc="left"), ax.get_legend().get_texts()[0].get_text()]
     assert all(text.isascii() for text in shown)
-    monkeypatch.setattr(figures, "chinese_font", lambda: "Some Font")
-    assert figures.label("memory", "内存") == "memory 内存"
+    monkeypatch.setattr(style, "chinese_font", lambda: "Some Font")
+    assert style.label("memory", "内存") == "memory 内存"
 
 
 def test_learn_is_not_imported_with_the_core():

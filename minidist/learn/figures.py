@@ -1,137 +1,41 @@
 """Pictures drawn from what was measured: memory, traffic, time, schedules, losses.
 
-Every function takes plain data (dicts of numbers, lists of spans), draws on ``ax`` or on a new
-figure, and returns the matplotlib ``Axes``. Labels are short: English, then Chinese. When no
-Chinese font is installed the Chinese part is left out, so that nothing shows as empty boxes.
+Every function takes what `minidist.measure` and the schedules give, or plain numbers, draws on
+``ax`` or on a new figure, and returns the matplotlib ``Axes``. Labels are short: English, then
+Chinese. When no Chinese font is installed the Chinese part is left out, so that nothing shows as
+empty boxes.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from minidist.learn.style import (
+    ACTION_COLORS,
+    ACTION_NAMES,
+    KIND_COLORS,
+    KIND_ZH,
+    LANE_COLORS,
+    LANE_ZH,
+    LINE_COLORS,
+    OPERATION_COLORS,
+    byte_unit,
+    label,
+    new_axes,
+    set_legend,
+    set_title,
+    time_unit,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Families that hold simplified Chinese, in order of preference, on Linux, macOS and Windows.
-_CJK_FAMILIES = (
-    "Noto Sans CJK SC", "Noto Sans SC", "Source Han Sans SC", "Source Han Sans CN",
-    "WenQuanYi Micro Hei", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans GB", "Heiti SC",
-    "STHeiti", "Microsoft YaHei", "SimHei", "Noto Sans CJK JP", "Droid Sans Fallback",
-    "Arial Unicode MS",
-)  # fmt: skip
-
-# Colours that stay apart for colour-blind readers and in grey print.
-KIND_COLORS = {
-    "parameters": "#4477AA",
-    "gradients": "#228833",
-    "optimizer": "#CCBB44",
-    "activations": "#EE6677",
-    "buffers": "#BBBBBB",
-    "other": "#DDDDDD",
-}
-ACTION_COLORS = {"F": "#4477AA", "B": "#228833", "I": "#228833", "W": "#CCBB44"}
-OPERATION_COLORS = {
-    "all_reduce": "#4477AA",
-    "reduce_scatter": "#228833",
-    "all_gather": "#EE6677",
-    "broadcast": "#CCBB44",
-    "all_to_all": "#66CCEE",
-    "send": "#AA3377",
-}
-_LINES = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#888888")
-
-_KIND_ZH = {
-    "parameters": "参数",
-    "gradients": "梯度",
-    "optimizer": "优化器状态",
-    "activations": "激活值",
-    "buffers": "缓冲区",
-    "other": "其他",
-}
-_ACTION_NAMES = {
-    "F": ("forward", "前向"),
-    "B": ("backward", "反向"),
-    "I": ("input gradient", "输入梯度"),
-    "W": ("weight gradient", "权重梯度"),
-}
-
-
-# ------------------------------------------------------------------------------------- language
-
-
-@functools.cache
-def chinese_font() -> str | None:
-    """An installed font family that really has Chinese glyphs, or None."""
-    from matplotlib import font_manager, ft2font
-
-    installed = {entry.name: entry.fname for entry in font_manager.fontManager.ttflist}
-    for family in _CJK_FAMILIES:
-        if family in installed and ft2font.FT2Font(installed[family]).get_char_index(ord("显")):
-            return family
-    return None
-
-
-def label(english: str, chinese: str = "") -> str:
-    """The text of a label: English, then Chinese if it can be shown."""
-    return f"{english} {chinese}" if chinese and chinese_font() else english
-
-
-def _axes(ax: Axes | None, size: tuple[float, float], grid: str) -> Axes:
-    import matplotlib.pyplot as plt
-
-    # `font.family`, not `font.sans-serif`: only the former falls back glyph by glyph.
-    family = chinese_font()
-    plt.rcParams["font.family"] = ["DejaVu Sans", family] if family else ["DejaVu Sans"]
-    if ax is None:
-        _, ax = plt.subplots(figsize=size, layout="constrained")
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.tick_params(labelsize=8)
-    ax.grid(axis=grid, color="#E5E5E5", linewidth=0.8)
-    ax.set_axisbelow(True)
-    return ax
-
-
-def _title(ax: Axes, english: str, chinese: str, given: str | None) -> None:
-    ax.set_title(given if given is not None else label(english, chinese), loc="left", fontsize=10)
-
-
-def _legend(ax: Axes) -> None:
-    """Below the picture: inside, it would cover data sooner or later."""
-    handles, texts = ax.get_legend_handles_labels()
-    if not texts:
-        return
-    # Bars before the thin marks, whatever order matplotlib lists them in.
-    order = sorted(range(len(texts)), key=lambda i: not hasattr(handles[i], "patches"))
-    figure = ax.get_figure()
-    width = 0.9 * figure.get_size_inches()[0] / ax.get_subplotspec().get_gridspec().ncols
-    longest = max(sum(2 if ord(c) > 0x2E00 else 1 for c in text) for text in texts)
-    ax.legend(
-        [handles[i] for i in order], [texts[i] for i in order],
-        ncols=max(1, int(width / (0.4 + 0.055 * longest))), frameon=False, fontsize=8,
-        loc="upper left", borderaxespad=0, handlelength=1.2, columnspacing=1.2,
-        bbox_to_anchor=(0, -0.62 / figure.get_size_inches()[1]),
-    )  # fmt: skip
-
-
-def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest unit in which `largest` is at least 1 (else the smallest unit)."""
-    for size, name in units:
-        if largest >= size:
-            return size, name
-    return units[-1]
-
-
-def _byte_unit(largest: float) -> tuple[float, str]:
-    return _unit(largest, [(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")])
-
-
-def _time_unit(longest: float) -> tuple[float, str]:
-    return _unit(longest, [(1, "s"), (1e-3, "ms"), (1e-6, "µs")])
+_ACTION_SPAN = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
 
 
 # --------------------------------------------------------------------------- memory and traffic
@@ -146,7 +50,7 @@ def memory_bars(
 ) -> Axes:
     """One bar per row (a strategy, a stage or a rank), stacked by kind of memory.
 
-    `rows`: name -> {kind: bytes}, kinds as `measure().memory` names them; a key ``peak`` is not
+    `rows`: name -> {kind: bytes}, such as ``measure().memory.at_peak``; a key ``peak`` is not
     stacked but marked by a line: the kinds do not all reach their own peak at the same moment.
     `formula`: name -> bytes that the formula gives for the whole bar, marked by a black line.
     """
@@ -156,19 +60,19 @@ def memory_bars(
     kinds = [kind for kind in KIND_COLORS if kind in present] + sorted(present - set(KIND_COLORS))
     ax = _stacked_bars(
         bars,
-        {kind: (label(kind, _KIND_ZH.get(kind, "")), KIND_COLORS.get(kind)) for kind in kinds},
+        {kind: (label(kind, KIND_ZH.get(kind, "")), KIND_COLORS.get(kind)) for kind in kinds},
         [
             (peaks, "peak", "峰值", "#AA3377"),
             (formula or {}, "formula", "公式", "black"),
         ],
         ax,
     )
-    _title(ax, "memory per rank", "每个 rank 的内存", title)
+    set_title(ax, "memory per rank", "每个 rank 的内存", title)
     return ax
 
 
 def traffic_bars(
-    rows: Mapping[str, Mapping[str, float]],
+    rows: Mapping[str, Any],
     formula: Mapping[str, float] | None = None,
     *,
     title: str | None = None,
@@ -176,8 +80,10 @@ def traffic_bars(
 ) -> Axes:
     """One bar per row, stacked by collective: the bytes that one rank sent.
 
-    `rows`: name -> {operation: bytes sent}. `formula`: name -> bytes, marked by a black line.
+    `rows`: name -> ``measure().traffic``, or {operation: bytes sent}. `formula`: name -> bytes,
+    marked by a black line.
     """
+    rows = {name: _by_operation(row) for name, row in rows.items()}
     present = {operation for row in rows.values() for operation, size in row.items() if size}
     known = [name for name in OPERATION_COLORS if name in present]
     parts = {
@@ -185,7 +91,7 @@ def traffic_bars(
         for name in known + sorted(present - set(known))
     }
     ax = _stacked_bars(rows, parts, [(formula or {}, "formula", "公式", "black")], ax)
-    _title(ax, "bytes sent by one rank", "每个 rank 发送的字节", title)
+    set_title(ax, "bytes sent by one rank", "每个 rank 发送的字节", title)
     return ax
 
 
@@ -197,8 +103,8 @@ def _stacked_bars(rows, parts, marks, ax) -> Axes:
         name: max([ends[name], *(values[name] for values, *_ in marks if name in values)])
         for name in names
     }
-    size, unit = _byte_unit(max([0, *furthest.values()]))
-    ax = _axes(ax, (7.5, 1.1 + 0.32 * len(names)), "x")
+    size, unit = byte_unit(max([0, *furthest.values()]))
+    ax = new_axes(ax, (7.5, 1.1 + 0.32 * len(names)), "x")
     left = [0.0] * len(names)
     for part, (text, color) in parts.items():
         widths = [rows[name].get(part, 0) / size for name in names]
@@ -219,7 +125,7 @@ def _stacked_bars(rows, parts, marks, ax) -> Axes:
     ax.set_ylim(len(names) - 0.4, -0.6)  # the first row on top
     ax.set_xlim(0, 1.1 * max([*furthest.values(), 1e-9]) / size)
     ax.set_xlabel(unit, fontsize=8, loc="right")
-    _legend(ax)
+    set_legend(ax)
     return ax
 
 
@@ -227,105 +133,131 @@ def _stacked_bars(rows, parts, marks, ax) -> Axes:
 
 
 def gantt(
-    actions: Iterable[tuple[int, Any, float, float]],
+    slots: Sequence[Sequence[tuple[Any, float, float]]],
     *,
-    bubble: float | None = None,
     unit: str | None = None,
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
     """A pipeline schedule, planned or measured: one line per rank, one block per action.
 
-    `actions`: ``(rank, action, start, end)``; an action has ``kind`` (F, B, I, W), ``microbatch``
-    and ``chunk``. `unit`: what the times count ("s" picks a readable one); the default is the
-    planner's unit, one forward. `bubble`: idle share to print; computed from the blocks if None.
+    `slots[rank]`: ``(action, start, end)``, such as ``schedule.simulate().slots`` or
+    ``measured_slots(timelines)``; an action has ``kind`` (F, B, I, W), ``microbatch``, ``chunk``
+    (odd chunks are paler). `unit`: what the times count; "s" picks a readable one, the default is
+    the simulator's unit, one forward. The title ends with the idle share of ranks x total time.
     """
-    blocks = list(actions)
+    blocks = [(rank, *slot) for rank, mine in enumerate(slots) for slot in mine]
     first = min((start for _, _, start, _ in blocks), default=0.0)
-    span = max((end for *_, end in blocks), default=0.0) - first
-    size, name = (
-        _time_unit(span) if unit == "s" else (1.0, unit or label("one forward", "一次前向"))
-    )
-    ranks = sorted({rank for rank, *_ in blocks})
-    line = {rank: i for i, rank in enumerate(ranks)}
-    chunks = 1 + max((action.chunk for _, action, _, _ in blocks), default=0)
-    ax = _axes(ax, (7.5, 1.1 + 0.42 * len(ranks)), "x")
-    for kind in ("F", "B", "I", "W"):
-        mine = [block for block in blocks if block[1].kind == kind]
-        for chunk in range(chunks):
-            here = [block for block in mine if block[1].chunk == chunk]
-            if not here:
-                continue
-            ax.barh(
-                [line[rank] for rank, *_ in here],
-                [(end - start) / size for *_, start, end in here],
-                left=[(start - first) / size for *_, start, _ in here],
-                height=0.84, color=ACTION_COLORS[kind], edgecolor="white", linewidth=0.6,
-                alpha=1.0 if chunk % 2 == 0 else 0.65,
-                label=label(*_ACTION_NAMES[kind]) if chunk == 0 else None,
-            )  # fmt: skip
-        for rank, action, start, end in mine:
-            if (end - start) > span / 70:  # else the number would not fit into its block
-                ax.text(
-                    ((start + end) / 2 - first) / size, line[rank], str(action.microbatch),
-                    ha="center", va="center", fontsize=7, color="white",
+    total = max((end for *_, end in blocks), default=0.0) - first
+    size, name = 1.0, unit or label("one forward", "一次前向")
+    if unit == "s":
+        size, name = time_unit(total)
+    ax = new_axes(ax, (7.5, 1.1 + 0.42 * len(slots)), "x")
+    for kind, color in ACTION_COLORS.items():
+        for odd in (0, 1):
+            here = [b for b in blocks if b[1].kind == kind and b[1].chunk % 2 == odd]
+            if here:
+                ax.barh(
+                    [rank for rank, *_ in here],
+                    [(end - start) / size for *_, start, end in here],
+                    left=[(start - first) / size for *_, start, _ in here],
+                    height=0.84, color=color, edgecolor="white", linewidth=0.6,
+                    alpha=0.6 if odd else 1.0,
+                    label=None if odd else label(*ACTION_NAMES[kind]),
                 )  # fmt: skip
-    if bubble is None and blocks:
-        bubble = 1 - sum(end - start for *_, start, end in blocks) / (len(ranks) * span)
-    ax.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in ranks])
-    ax.set_ylim(len(ranks) - 0.45, -0.55)
-    ax.set_xlim(0, max(span, 1e-9) / size)
+    for rank, action, start, end in blocks:
+        if (end - start) > total / 70:  # else the number would not fit into its block
+            ax.text(
+                ((start + end) / 2 - first) / size, rank, str(action.microbatch),
+                ha="center", va="center", fontsize=7, color="white",
+            )  # fmt: skip
+    ax.set_yticks(range(len(slots)), [f"rank {rank}" for rank in range(len(slots))])
+    ax.set_ylim(len(slots) - 0.45, -0.55)
+    ax.set_xlim(0, max(total, 1e-9) / size)
     ax.set_xlabel(f"{label('time', '时间')} ({name})", fontsize=8, loc="right")
-    idle = f": {label('idle', '空闲')} {bubble:.0%}" if bubble is not None else ""
-    _title(ax, "", "", (title or label("pipeline", "流水线")) + idle)
-    _legend(ax)
+    text = title if title is not None else label("pipeline", "流水线")
+    if blocks:
+        idle = 1 - sum(end - start for *_, start, end in blocks) / (len(slots) * total)
+        text += f": {idle:.0%} {label('idle', '空闲')}"
+    set_title(ax, "", "", given=text)
+    set_legend(ax)
     return ax
+
+
+def measured_slots(timelines: Sequence[Any]) -> list[list[tuple[Any, float, float]]]:
+    """The actions that a pipeline really ran, from the timelines of its ranks, in rank order.
+
+    `timelines[rank].spans`: those named like an action of the schedule (F0, B3, I2, W2, F1.1).
+    """
+    from minidist.parallel.schedules import Action
+
+    slots = []
+    for timeline in timelines:
+        mine = []
+        for span in timeline.spans:
+            found = _ACTION_SPAN.fullmatch(span.name)
+            if found:
+                kind, microbatch, chunk = found.groups()
+                mine.append((Action(kind, int(microbatch), int(chunk or 0)), span.start, span.end))
+        slots.append(mine)
+    return slots
 
 
 # -------------------------------------------------------------------------------------- timeline
 
 
 def timeline(
-    spans: Iterable[tuple[int, str, str, float, float]],
+    timelines: Sequence[Any],
     *,
+    lanes: Sequence[str] | None = None,
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """What each rank did when: one line per rank and lane (compute, communication, waiting).
+    """What each rank did when: one line per rank and lane (compute, communication, wait).
 
-    `spans`: ``(rank, lane, name, start, end)`` in seconds. Where the lanes of one rank are busy at
-    the same time, communication is hidden behind computation.
+    `timelines`: one per rank, each with ``rank`` and ``spans`` of ``name, lane, start, end`` in
+    seconds, as ``measure().timeline.gather()`` gives them. `lanes`: which to draw, all if None.
+    Where compute and communication of a rank are busy at the same time, communication is hidden.
     """
-    spans = sorted(spans, key=lambda span: (span[0], span[3]))
-    first = min((start for *_, start, _ in spans), default=0.0)
-    length = max((end for *_, end in spans), default=0.0) - first
-    size, unit = _time_unit(length)
-    lanes = sorted({lane for _, lane, *_ in spans}, key=lambda lane: (lane != "compute", lane))
-    rows = [(rank, lane) for rank in sorted({span[0] for span in spans}) for lane in lanes]
-    colors = dict(zip(lanes, cycle(_LINES), strict=False))
-    ax = _axes(ax, (7.5, 1.1 + 0.3 * len(rows)), "x")
+    found = {span.lane for one in timelines for span in one.spans}
+    if lanes is None:
+        lanes = [lane for lane in LANE_COLORS if lane in found] + sorted(found - set(LANE_COLORS))
+    shown = [(one.rank, span) for one in timelines for span in one.spans if span.lane in lanes]
+    first = min((span.start for _, span in shown), default=0.0)
+    total = max((span.end for _, span in shown), default=0.0) - first
+    size, unit = time_unit(total)
+    rows = [(one.rank, lane) for one in timelines for lane in lanes]
+    ax = new_axes(ax, (7.5, 1.1 + 0.3 * len(rows)), "x")
     for lane in lanes:
-        mine = [span for span in spans if span[1] == lane]
+        # The outer span first, then those inside it on top.
+        here = sorted(
+            ((rows.index((rank, lane)), span) for rank, span in shown if span.lane == lane),
+            key=lambda item: (item[0], item[1].start, -item[1].end),
+        )
         ax.barh(
-            [rows.index((rank, lane)) for rank, *_ in mine],
-            [(end - start) / size for *_, start, end in mine],
-            left=[(start - first) / size for *_, start, _ in mine],
-            height=0.8, color=colors[lane], edgecolor="white", linewidth=0.5, label=lane,
+            [row for row, _ in here],
+            [(span.end - span.start) / size for _, span in here],
+            left=[(span.start - first) / size for _, span in here],
+            height=0.8, color=LANE_COLORS.get(lane, "#CCBB44"), edgecolor="white", linewidth=0.5,
+            label=label(lane, LANE_ZH.get(lane, "")),
         )  # fmt: skip
-        for rank, _, name, start, end in mine:
-            if (end - start) / max(length, 1e-12) > 0.012 * len(name):  # only where it fits
+        for i, (row, span) in enumerate(here):
+            later = here[i + 1] if i + 1 < len(here) else None
+            holds_others = later and later[0] == row and later[1].start < span.end
+            fits = span.end - span.start > 0.012 * len(span.name) * total
+            if fits and not holds_others:
                 ax.text(
-                    ((start + end) / 2 - first) / size, rows.index((rank, lane)), name,
+                    ((span.start + span.end) / 2 - first) / size, row, span.name,
                     ha="center", va="center", fontsize=6.5, color="white", clip_on=True,
                 )  # fmt: skip
     for i in range(len(lanes), len(rows), max(len(lanes), 1)):
         ax.axhline(i - 0.5, color="#BBBBBB", linewidth=0.6)
     ax.set_yticks(range(len(rows)), [f"rank {rank} {lane}" for rank, lane in rows])
     ax.set_ylim(len(rows) - 0.45, -0.55)
-    ax.set_xlim(0, max(length, 1e-12) / size)
+    ax.set_xlim(0, max(total, 1e-12) / size)
     ax.set_xlabel(f"{label('time', '时间')} ({unit})", fontsize=8, loc="right")
-    _title(ax, "timeline", "时间线", title)
-    _legend(ax)
+    set_title(ax, "timeline", "时间线", title)
+    set_legend(ax)
     return ax
 
 
@@ -344,7 +276,7 @@ def loss_curves(
     Equal curves hide each other, so each later one is drawn thinner, and the largest relative
     difference from the reference is written beside its name.
     """
-    ax = _axes(ax, (7.5, 3.2), "both")
+    ax = new_axes(ax, (7.5, 3.2), "both")
     base = losses[reference] if reference is not None else None
     for i, (name, values) in enumerate(losses.items()):
         text = name
@@ -355,11 +287,11 @@ def loss_curves(
             )
             text = f"{name} ({label('differs by', '相差')} {worst:.1g})"
         width = 1.2 + 4.0 * (len(losses) - i - 1) / max(len(losses) - 1, 1)
-        ax.plot(range(1, len(values) + 1), values, color=_LINES[i % len(_LINES)],
+        ax.plot(range(1, len(values) + 1), values, color=LINE_COLORS[i % len(LINE_COLORS)],
                 linewidth=width, label=text, solid_capstyle="round")  # fmt: skip
     ax.set_xlabel(label("step", "步"), fontsize=8, loc="right")
-    _title(ax, "loss", "损失", title)
-    _legend(ax)
+    set_title(ax, "loss", "损失", title)
+    set_legend(ax)
     return ax
 
 
@@ -373,20 +305,20 @@ def scaling_curves(
 
     `seconds`: name -> {ranks: seconds for the same total work}.
     """
-    ax = _axes(ax, (5.5, 3.6), "both")
+    ax = new_axes(ax, (5.5, 3.6), "both")
     worlds = sorted({world for times in seconds.values() for world in times})
     if worlds:
         ax.plot(worlds, [world / worlds[0] for world in worlds], color="#888888", linewidth=1,
                 linestyle="--", label=label("ideal", "理想"))  # fmt: skip
-    for (name, times), color in zip(seconds.items(), cycle(_LINES), strict=False):
+    for (name, times), color in zip(seconds.items(), cycle(LINE_COLORS), strict=False):
         here = sorted(times)
         ax.plot(here, [here[0] / worlds[0] * times[here[0]] / times[n] for n in here],
                 marker="o", markersize=4, color=color, label=name)  # fmt: skip
     ax.set_xticks(worlds)
     ax.set_ylim(bottom=0)
     ax.set_xlabel(label("ranks", "rank 数"), fontsize=8, loc="right")
-    _title(ax, "speed-up", "加速比", title)
-    _legend(ax)
+    set_title(ax, "speed-up", "加速比", title)
+    set_legend(ax)
     return ax
 
 
@@ -420,5 +352,7 @@ def comparison(rows: Sequence[Mapping[str, Any]], path: str | Path | None = None
     return figure
 
 
-def _by_operation(sent: float | Mapping[str, float]) -> Mapping[str, float]:
+def _by_operation(sent: Any) -> Mapping[str, float]:
+    if hasattr(sent, "by_op"):
+        return {operation: total.sent_bytes for operation, total in sent.by_op.items()}
     return sent if isinstance(sent, Mapping) else {label("sent", "发送"): sent}
