@@ -44,7 +44,8 @@ _COMBINE = {
 _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 # gloo matches messages by (peer, tag) in the order they were posted: our own exchanges keep tags of
-# their own, or a pipeline's activation could be taken for a chunk of a gradient.
+# their own (odd and even numbers from here on), or a pipeline's activation could be taken for a
+# chunk of a gradient.
 _TAG_REDUCE_SCATTER, _TAG_ALL_GATHER = 0x7F000001, 0x7F000002
 
 
@@ -120,6 +121,7 @@ def reduce_scatter(
     async_op: bool = False,
     by: str = "",
     scratch: Tensor | None = None,
+    tag: int = 0,
 ):
     """Combine `full` over the group and keep this rank's part: `shard[i] = op over ranks of
     full[rank*s + i]`.
@@ -128,7 +130,7 @@ def reduce_scatter(
     `wait()`; `shard` may be this rank's own slice of it. Sends (N-1)/N of the bytes of `full` per
     rank. On gloo the sum runs in rank order 0..N-1, so the bits do not depend on how tensors are
     bucketed. `scratch`: a 1-D buffer of (N-1) * shard.numel() elements to receive into; kept
-    between steps it saves the page faults of a fresh allocation.
+    between steps it saves the page faults of a fresh allocation. `tag`: see `all_gather`.
     """
     pg = resolve_group(group)
     _check_op(op, full)
@@ -141,7 +143,7 @@ def reduce_scatter(
         return _finished(shard, record, async_op)
     _agree(pg, record)
     if _is_direct(pg, full):
-        exchange = _DirectReduceScatter(shard, full, op, pg, scratch)
+        exchange = _DirectReduceScatter(shard, full, op, pg, scratch, tag)
         work = Work(shard, record, exchange.pending, exchange.finish)
     else:
         whole, part = (torch.view_as_real(t) if t.is_complex() else t for t in (full, shard))
@@ -157,11 +159,16 @@ def scratch_numel(full: Tensor, group=None) -> int:
     return full.numel() // pg.size() * (pg.size() - 1) if _is_direct(pg, full) else 0
 
 
-def all_gather(full: Tensor, shard: Tensor, *, group=None, async_op: bool = False, by: str = ""):
+def all_gather(
+    full: Tensor, shard: Tensor, *, group=None, async_op: bool = False, by: str = "", tag: int = 0
+):
     """Put every rank's `shard` end to end into `full`: `full[r*s : (r+1)*s] = shard of rank r`.
 
     Both 1-D and contiguous, full.numel() == N * shard.numel(). `shard` may be this rank's own slice
-    of `full`, then nothing is copied. Sends (N-1)/N of the bytes of `full` per rank.
+    of `full`, then nothing is copied. Sends (N-1)/N of the bytes of `full` per rank. `tag`: calls
+    with different tags (0 to 2**20) cannot be mistaken for each other on gloo: ranks that take
+    different paths wait, and are found waiting, instead of mixing up what belongs to different
+    buffers.
     """
     pg = resolve_group(group)
     n = pg.size()
@@ -173,7 +180,7 @@ def all_gather(full: Tensor, shard: Tensor, *, group=None, async_op: bool = Fals
         return _finished(full, record, async_op)
     _agree(pg, record)
     if _is_direct(pg, full):
-        work = Work(full, record, _direct_all_gather(full, shard, pg))
+        work = Work(full, record, _direct_all_gather(full, shard, pg, tag))
     else:
         whole, part = (torch.view_as_real(t) if t.is_complex() else t for t in (full, shard))
         work = Work(full, record, [_native_all_gather(whole, part, group=pg, async_op=True)])
@@ -295,7 +302,7 @@ def all_gather_object(obj: Any, group=None, *, by: str = "") -> list[Any]:
 class _DirectReduceScatter:
     """Every rank sends chunk j of its buffer to rank j, and adds up the N chunks it owns."""
 
-    def __init__(self, shard: Tensor, full: Tensor, op: str, pg, scratch: Tensor | None):
+    def __init__(self, shard: Tensor, full: Tensor, op: str, pg, scratch: Tensor | None, tag: int):
         n, me = pg.size(), pg.rank()
         chunks = full.view(n, -1)
         if scratch is None:
@@ -304,12 +311,13 @@ class _DirectReduceScatter:
         self.op, self.n, self.me, self.shard = op, n, me, shard
         self.parts = [chunks[me]] * n  # contribution of each rank to my chunk, in rank order
         self.pending = []
+        tag = _TAG_REDUCE_SCATTER + 2 * tag
         for step in range(1, n):
             # Start with the next rank and go round, or everybody would talk to rank 0 first.
             src, dst = (me - step) % n, (me + step) % n
             self.parts[src] = received[step - 1]
-            self.pending.append(_irecv(received[step - 1], src, pg, _TAG_REDUCE_SCATTER))
-            self.pending.append(_isend(chunks[dst], dst, pg, _TAG_REDUCE_SCATTER))
+            self.pending.append(_irecv(received[step - 1], src, pg, tag))
+            self.pending.append(_isend(chunks[dst], dst, pg, tag))
 
     def finish(self) -> None:
         combine, total = _COMBINE[self.op], self.parts[0]
@@ -322,13 +330,14 @@ class _DirectReduceScatter:
             self.shard.div_(self.n)
 
 
-def _direct_all_gather(full: Tensor, shard: Tensor, pg) -> list[Any]:
+def _direct_all_gather(full: Tensor, shard: Tensor, pg, tag: int) -> list[Any]:
     n, me = pg.size(), pg.rank()
+    tag = _TAG_ALL_GATHER + 2 * tag
     places, pending = full.view(n, -1), []
     for step in range(1, n):
         src, dst = (me - step) % n, (me + step) % n
-        pending.append(_irecv(places[src], src, pg, _TAG_ALL_GATHER))
-        pending.append(_isend(shard, dst, pg, _TAG_ALL_GATHER))
+        pending.append(_irecv(places[src], src, pg, tag))
+        pending.append(_isend(shard, dst, pg, tag))
     if shard.data_ptr() != places[me].data_ptr():
         places[me].copy_(shard)
     return pending
