@@ -316,7 +316,7 @@ def scaling_curves(
                 marker="o", markersize=4, color=color, label=name)  # fmt: skip
     ax.set_xticks(worlds)
     ax.set_ylim(bottom=0)
-    ax.set_xlabel(label("ranks", "rank 数"), fontsize=8, loc="right")
+    ax.set_xlabel(label("ranks", "数量"), fontsize=8, loc="right")
     set_title(ax, "speed-up", "加速比", title)
     set_legend(ax)
     return ax
