@@ -58,7 +58,7 @@ def tag(tensor: Tensor, kind: str, device: str | None = None) -> Tensor:
         for measurement in registry.everywhere() if mine else ():
             if measurement.memory is not None:
                 adopt = measurement in mine
-                measurement.memory.tagged(storage, tensor.device.type, adopt)
+                measurement.memory.tagged(storage, tensor, adopt)
     return tensor
 
 
@@ -182,6 +182,7 @@ class Memory:
         self._notes: deque[tuple[_Entry, bool]] = deque()
         self._lock = threading.RLock()
         self._clock = 0
+        self._changed = False
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -247,30 +248,38 @@ class Memory:
     # --- events, brought by watch.py ----------------------------------------------------------
 
     def see(
-        self, storage, device: str, kind: str | None = None, always_there: bool = False
+        self, storage, tensor: Tensor, kind: str | None = None, always_there: bool = False
     ) -> _Entry:
-        """A storage was met, of this kind if nobody knew better.
+        """A storage was met behind `tensor`, of this kind if nobody knew better.
 
         `always_there`: it came from outside; if it is new to us, it is older than we are.
         """
-        nbytes = storage.nbytes()
+        if self._notes:
+            self._work_off()
+        entry, nbytes = self._live.get(storage._cdata), storage.nbytes()
+        if entry is not None and entry.nbytes == nbytes and (kind is None or entry.kind):
+            return entry  # nothing new, as for nearly every operand
         with self._lock:
-            if self._notes:
-                self._work_off()
-            entry = self._live.get(storage._cdata)
             if entry is None:
-                return self._adopt(storage, nbytes, device, kind, always_there)
+                return self._adopt(storage, nbytes, tensor.device.type, kind, always_there)
             if entry.nbytes != nbytes:
                 self._resize(entry, nbytes)
             if kind is not None and entry.kind is None:
                 self._relabel(entry, kind=kind)
             return entry
 
-    def tagged(self, storage, device: str, adopt: bool) -> None:
+    def knows(self, storage) -> bool:
+        """Whether `see(storage)` would change nothing: the quick answer for nearly every operand."""
+        if self._notes:
+            self._work_off()
+        entry = self._live.get(storage._cdata)
+        return entry is not None and entry.nbytes == storage.nbytes()
+
+    def tagged(self, storage, tensor: Tensor, adopt: bool) -> None:
         """Somebody said what a storage is for. `adopt`: count it even if we never met it."""
         with self._lock:
             if adopt:
-                self.see(storage, device)
+                self.see(storage, tensor)
             entry = self._live.get(storage._cdata)
             if entry is not None:
                 self._relabel(entry, kind=storage.minidist_kind)
@@ -286,10 +295,15 @@ class Memory:
                 self._resize(entry, storage.nbytes())
                 self.settle()
 
-    def save(self, storage, device: str) -> _Entry:
-        """Autograd keeps a tensor in this storage for backward; `release` undoes it."""
+    def save(self, storage, tensor: Tensor) -> _Entry | None:
+        """Autograd keeps a tensor in this storage for backward; `release` undoes it.
+
+        None if that makes no difference, as for a weight.
+        """
+        entry = self.see(storage, tensor, always_there=True)
+        if entry.kind is not None:
+            return None
         with self._lock:
-            entry = self.see(storage, device, always_there=True)
             self._relabel(entry, saved=entry.saved + 1)
             self.settle()
             return entry
@@ -306,8 +320,11 @@ class Memory:
 
     def settle(self) -> None:
         """An event (an operation with all it takes and returns) is complete."""
+        if not self._changed and not self._notes:
+            return
         with self._lock:
             self._work_off()
+            self._changed = False
             for counters in self._devices.values():
                 counters.settle(self._clock)
             self._clock += 1
@@ -328,6 +345,7 @@ class Memory:
         return entry
 
     def _counters(self, entry: _Entry) -> DeviceMemory:
+        self._changed = True
         counters = self._devices.get(entry.device)
         if counters is None:
             counters = self._devices[entry.device] = DeviceMemory()
@@ -355,9 +373,12 @@ class Memory:
 
     def _work_off(self) -> None:
         while self._notes:
-            entry, died = self._notes.popleft()
-            if not died:
-                self._relabel(entry, saved=entry.saved - 1)
-            elif self._live.get(entry.key) is entry:
-                del self._live[entry.key]
-                self._counters(entry).add(entry.label, -entry.nbytes)
+            with self._lock:
+                if not self._notes:
+                    return
+                entry, died = self._notes.popleft()
+                if not died:
+                    self._relabel(entry, saved=entry.saved - 1)
+                elif self._live.get(entry.key) is entry:
+                    del self._live[entry.key]
+                    self._counters(entry).add(entry.label, -entry.nbytes)

@@ -60,11 +60,11 @@ class Measurement:
             raise RuntimeError("this measurement was opened before: call measure() for another")
         self._thread = threading.get_ident()
         if self.timeline is not None:
+            modules.patch()
             self.timeline.start(_rank(), self.memory)
         with _patching:
             if registry.add(self):
                 watch.patch()
-                modules.patch()
                 ledger.subscribe(_on_record)
         self._since = time.perf_counter()
         if self.memory is not None:
@@ -85,9 +85,9 @@ class Measurement:
         with _patching:
             if registry.remove(self):
                 watch.unpatch()
-                modules.unpatch()
                 ledger.unsubscribe(_on_record)
         if self.timeline is not None:
+            modules.unpatch()
             self.timeline.stop()
 
     def add_record(self, record: ledger.Record) -> None:

@@ -27,27 +27,35 @@ from torch.optim.optimizer import (
 from minidist.measure import timeline as timelines
 
 _handles: list = []
+_users = 0
+_lock = threading.Lock()
 # Dotted paths below the outermost module, which has the empty path.
 _names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _threads = threading.local()
 
 
 def patch() -> None:
-    """Put the hooks up, for the whole process, while at least one measurement is open."""
-    _handles.extend(
-        (
-            register_module_forward_pre_hook(_before_forward),
-            register_module_forward_hook(_after_forward, always_call=True),
-            register_optimizer_step_pre_hook(_before_step),
-            register_optimizer_step_post_hook(_after_step),
-        )
-    )
+    """Put the hooks up, for the whole process; they stay until every `patch` has its `unpatch`."""
+    global _users
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _handles.extend(
+                (
+                    register_module_forward_pre_hook(_before_forward),
+                    register_module_forward_hook(_after_forward, always_call=True),
+                    register_optimizer_step_pre_hook(_before_step),
+                    register_optimizer_step_post_hook(_after_step),
+                )
+            )
 
 
 def unpatch() -> None:
-    for handle in _handles:
-        handle.remove()
-    _handles.clear()
+    global _users
+    with _lock:
+        _users -= 1
+        while not _users and _handles:
+            _handles.pop().remove()
 
 
 def name_modules(root: nn.Module) -> None:

@@ -95,37 +95,51 @@ class _Watch(TorchDispatchMode):
         if types and any(_is_wrapper(t) for t in types):
             # A DTensor: decline, and its own code runs with this mode still on, so that the
             # operations on the local parts pass here. Only the parameters must be noted first.
-            for tensor in _tensors((args, kwargs)):
-                self._meet(tensor, None, True)
+            self._meet((args, kwargs), True)
             return NotImplemented
         # torch.from_numpy and torch.tensor wrap memory that they just made, and "lift" it.
         always_there = func is not _LIFT
-        for tensor in _tensors(args):
-            self._meet(tensor, None, always_there)
+        self._meet(args, always_there)
         if kwargs:
-            for tensor in _tensors(kwargs.values()):
-                self._meet(tensor, None, always_there)
+            self._meet(kwargs.values(), always_there)
             out = func(*args, **kwargs)
         else:
             out = func(*args)
-        if isinstance(out, Tensor):
-            self._meet(out, None, False)
-        elif isinstance(out, (tuple, list)):
-            for tensor in _tensors(out):
-                self._meet(tensor, None, False)
+        self._meet((out,), False)
         for memory in self.memories:
             memory.settle()
         return out
 
-    def _meet(self, tensor: Tensor, kind: str | None, always_there: bool) -> None:
+    def _meet(self, values: Iterable, always_there: bool) -> None:
+        """Report all tensors in nested lists, tuples and dicts."""
+        parameters, memories = self._parameters, self.memories
+        for value in values:
+            cls = type(value)
+            # Nearly every operand is known already. Asking one by one would cost a tiny model half
+            # of its step, so this asks as little as possible.
+            if cls is Tensor or (cls is nn.Parameter and id(value) in parameters):
+                if value.layout is torch.strided:
+                    storage = value.untyped_storage()
+                    for memory in memories:
+                        if not memory.knows(storage):
+                            self._report(value, None, always_there)
+                            break
+                    continue
+            if isinstance(value, Tensor):
+                self._report(value, None, always_there)
+            elif cls is tuple or cls is list:
+                self._meet(value, always_there)
+            elif isinstance(value, dict):
+                self._meet(value.values(), always_there)
+
+    def _report(self, tensor: Tensor, kind: str | None, always_there: bool) -> None:
         cls = type(tensor)
         if cls is nn.Parameter or (cls is not Tensor and getattr(tensor, "_is_param", False)):
             kind = kind or "parameters"
             self._watch_gradient(tensor)
-        device = tensor.device.type
         for storage in storages(tensor):
             for memory in self.memories:
-                memory.see(storage, device, kind, always_there)
+                memory.see(storage, tensor, kind, always_there)
 
     def _watch_gradient(self, parameter: Tensor) -> None:
         key = id(parameter)
@@ -140,15 +154,15 @@ class _Watch(TorchDispatchMode):
 
     def _after_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
-            self._meet(parameter.grad, "gradients", False)
+            self._report(parameter.grad, "gradients", False)
 
     def _pack(self, tensor: Tensor) -> _Saved:
-        device = tensor.device.type
-        entries = [
-            (memory, memory.save(storage, device))
-            for storage in storages(tensor)
-            for memory in self.memories
-        ]
+        entries = []
+        for storage in storages(tensor):
+            for memory in self.memories:
+                entry = memory.save(storage, tensor)
+                if entry is not None:
+                    entries.append((memory, entry))
         return _Saved(tensor, entries)
 
 
@@ -224,7 +238,7 @@ def count_tensor(memory: Memory, tensor: Tensor) -> None:
 
 def _count(memory: Memory, tensor: Tensor, kind: str | None) -> None:
     for storage in storages(tensor):
-        memory.see(storage, tensor.device.type, kind, always_there=True)
+        memory.see(storage, tensor, kind, always_there=True)
 
 
 _wrapper_types: dict[type, bool] = {}
