@@ -38,7 +38,8 @@ def _fresh(fn, args, kwargs):
 
 
 def _run_ranks(fn, world, *args, timeout=20, **kwargs):
-    """`fn(*args, **kwargs)` on `world` standing ranks with a process group; results in rank order."""
+    """`fn(*args, **kwargs)` on `world` standing ranks; results in rank order."""
+    __tracebackhide__ = True
     pool = _pools.get(world)
     if pool is None or not pool.alive:
         pool = _pools[world] = Ranks(world)

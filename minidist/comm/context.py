@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from minidist.comm import watchdog
+
 
 @dataclass(frozen=True)
 class Context:
@@ -27,41 +29,72 @@ class Context:
 def init(backend: str | None = None, timeout: float = 60) -> Iterator[Context]:
     """Join the job that the environment describes; leave it at the end, also after an exception.
 
-    Under torchrun: its process group, with NCCL when every local rank has a GPU of its own, else
-    gloo. Inside `launch`: the group that is already there, which is left as it is. Otherwise a world
-    of one rank, without any port. `timeout`: seconds a rank waits for another in a collective.
+    Under torchrun: its process group, with NCCL when every rank on this machine has a GPU of its
+    own, else gloo. Inside `launch`: the group that is there, which stays as it is. Otherwise a
+    world of one rank, without any port. `timeout`: seconds a rank waits for another in a
+    collective; the error after that, or when a rank is lost, says what every rank was doing.
     """
     if dist.is_initialized():
         yield _context()
         return
-    device, backend = _choose(backend)
+    backend = backend or _choose_backend()
+    local_rank, local_ranks = _env("LOCAL_RANK", 0), _env("LOCAL_WORLD_SIZE", 1)
+    if "nccl" in backend:
+        torch.cuda.set_device(local_rank)  # or every rank would use the first GPU
+    if local_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # a thread per core in every rank slows all of them down
     limit = datetime.timedelta(seconds=timeout)
-    if dist.is_torchelastic_launched() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ):
+    beacon = None
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
         dist.init_process_group(backend, timeout=limit)
+        beacon = _beacon(timeout)
     else:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit
         )
     try:
         yield _context()
+    except BaseException as error:
+        if beacon is not None:
+            beacon.failed(error)
+        raise
+    else:
+        if beacon is not None:
+            beacon.close("finished")
     finally:
         dist.destroy_process_group()
 
 
+def _beacon(timeout: float) -> watchdog.Beacon:
+    # A connection of its own: that of the process group is locked while the main thread waits.
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        _env("MASTER_PORT", 0),
+        is_master=False,
+        timeout=datetime.timedelta(seconds=5),
+        wait_for_workers=False,
+    )
+    # The store of torchrun lives through restarts; what the ranks said before must not.
+    name = f"minidist/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    limit = timeout if "nccl" in dist.get_backend() else None
+    return watchdog.Beacon(
+        dist.PrefixStore(name, store), dist.get_rank(), dist.get_world_size(), limit
+    )
+
+
 def _context() -> Context:
-    local_rank = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    backend = dist.get_backend()
-    device = torch.device("cuda", local_rank) if "nccl" in backend else torch.device("cpu")
-    return Context(dist.get_rank(), dist.get_world_size(), local_rank, device, backend)
+    rank = dist.get_rank()
+    local_rank = _env("LOCAL_RANK", rank)
+    backends = str(dist.get_backend_config())
+    device = torch.device("cuda", local_rank) if "nccl" in backends else torch.device("cpu")
+    return Context(rank, dist.get_world_size(), local_rank, device, dist.get_backend())
 
 
-def _choose(backend: str | None) -> tuple[torch.device, str]:
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if backend is None:
-        enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_ranks
-        backend = "cpu:gloo,cuda:nccl" if enough else "gloo"
-    if "nccl" in backend:
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank), backend
-    return torch.device("cpu"), backend
+def _choose_backend() -> str:
+    # device_count() asks the driver without starting CUDA in this process.
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "cpu:gloo,cuda:nccl" if gpus >= _env("LOCAL_WORLD_SIZE", 1) else "gloo"
+
+
+def _env(name: str, default: int) -> int:
+    return int(os.environ.get(name, default))

@@ -1,78 +1,64 @@
 """Start ranks on this machine, run a function on them, and say what happened when it fails.
 
-`launch` is one call on fresh ranks; `Ranks` keeps them standing between calls (notebooks, tests).
-The processes come from `worker`; how a failure is told is in `watchdog`.
+`launch` is one call on fresh ranks; `Ranks` keeps them between calls (notebooks, tests). The
+processes are in `processes` and `worker`; how a failure is told is in `failure` and `watchdog`.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
+import math
+import operator
 import os
 import pickle
 import shutil
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
-from minidist.comm import watchdog, worker
+from minidist.comm import failure, processes, watchdog, worker
+from minidist.comm.failure import RankFailure, RanksInterrupted
+from minidist.comm.processes import Output
 
-# After the first bad news the others get this long to send theirs: the cause may arrive second.
-GRACE = 0.3
-START_LIMIT = 120.0  # seconds until all ranks must have joined the process group
-Output = Callable[[int, str, str], None]
+__all__ = ["RankFailure", "Ranks", "RanksInterrupted", "launch", "print_output"]
 
-
-class RankFailure(RuntimeError):
-    """A rank raised, died, or did not finish in time.
-
-    `rank`: the rank that failed first. `traceback`: its traceback, or where it stood.
-    `states`: for every rank, in words, what it had done or was doing.
-    """
-
-    def __init__(self, message: str, rank: int, traceback: str, states: dict[int, str]):
-        super().__init__(message)
-        self.rank, self.traceback, self.states = rank, traceback, states
-
-    def __reduce__(self):
-        return type(self), (str(self), self.rank, self.traceback, self.states)
-
-    def _render_traceback_(self):  # IPython: our story, not the stack of this file
-        return str(self).splitlines()
+GRACE = 0.3  # seconds the other ranks get after the first bad news: the cause may be heard second
+_START_LIMIT = 120.0  # seconds until all ranks must have joined the process group
+_ANSWER_LIMIT = 1.0  # seconds to answer "where are you?"
 
 
 def launch(fn: Callable, ranks: int = 2, *args, timeout: float | None = 60, **kwargs) -> list:
     """Run `fn(*args, **kwargs)` on `ranks` local processes that share a process group (gloo).
 
-    Returns the results in rank order; tensors come back on the CPU. `fn` and its arguments travel by
-    value, so functions of a notebook, a REPL, a test or an unguarded script work. What the ranks
-    print appears as it comes, marked with the rank.
-    `timeout`: seconds until the whole call must be done; None for no limit.
+    Returns the results in rank order; tensors come back on the CPU. `fn` and its arguments travel
+    by value: functions of a notebook, a REPL, a test, or a script without a main guard all work.
+    The ranks see nothing else of the program's memory. What they print appears as it comes, marked
+    with the rank. Every rank uses one thread for operations (OMP_NUM_THREADS changes that).
+    `timeout`: seconds until the whole call must be done; None for no limit. Ranks that wait for
+    each other for ever are found after about 3 seconds in any case.
     Raises `RankFailure` when a rank raises, dies or is late, after ending all ranks.
     """
-    if not callable(fn):
-        raise TypeError(f"launch needs a function to run on every rank, got {fn!r}")
-    _check_timeout(timeout)
+    packed = _packed(fn, args, kwargs)  # what cannot travel fails before anything is started
     with Ranks(ranks, timeout=timeout) as standing:
-        return standing.run(fn, *args, **kwargs)
+        return standing._run(packed, timeout, None)
 
 
 class Ranks:
-    """`n` local processes with a process group, that stay and keep their memory between calls.
+    """`n` local processes with a process group, which stay and keep their memory between calls.
 
-    `timeout`: the limit for each call, in seconds (None: no limit). `debug`: torch checks every
-    collective for agreement, which turns mismatches into errors, and costs 2-4 times the time of a
-    small collective. `on_output(rank, "stdout" | "stderr", line)`: gets what the ranks print, line
-    by line as it comes, instead of the terminal; a line that ends in "\\r" is unfinished and will
-    come again (progress bars). `keep`: after an error to which every rank has answered (it raised
-    or finished, none is stuck) leave the ranks standing with their memory; the caller makes sure
-    that they still agree on which collective comes next.
+    `timeout`: the limit for one call, in seconds (None: no limit). `debug`: torch checks that all
+    ranks call the same collective with the same shapes, which turns mismatches into errors and
+    costs 2-4 times the time of a small collective. `on_output(rank, "stdout" | "stderr", line)`
+    gets what the ranks print, line by line as it comes, instead of the terminal; a line that ends
+    in "\\r" is unfinished and comes again (progress bars). `keep`: a failure after which every rank
+    has returned leaves the ranks standing; otherwise they are ended. `backend`: "gloo", or
+    "cpu:gloo,cuda:nccl" with one GPU per rank.
     """
 
     def __init__(
@@ -82,74 +68,34 @@ class Ranks:
         debug: bool = False,
         on_output: Output | None = None,
         keep: bool = False,
+        backend: str = "gloo",
     ):
-        if isinstance(n, bool) or not isinstance(n, int):
-            raise TypeError(f"the number of ranks must be a whole number, got {n!r}")
-        if n < 1:
-            raise ValueError(f"at least one rank is needed, got ranks={n}")
+        self._processes: list[processes.Forked | processes.Spawned] = []
+        self.n = _whole(n)
         _check_timeout(timeout)
-        self.n, self.timeout, self.debug, self.keep = n, timeout, debug, keep
+        self.timeout, self.debug, self.keep, self.backend = timeout, debug, keep, backend
         self._on_output = on_output or print_output
+        self._owner = os.getpid()
         self._busy = threading.Lock()
-        self._ranks: list[_Process] = []
+        self._answers: dict[int, dict[int, dict]] = {}  # question -> rank -> snapshot
         self._folder: str | None = None
         try:
             self._start()
-            self._collect("ready", START_LIMIT, self._on_output)
+            self._collect(_Call(n), _START_LIMIT, self._on_output)
         except BaseException:
             self.kill()
             raise
-
-    def _start(self) -> None:
-        store_fd, path = _nameless_store()
-        if path is not None:
-            self._folder = os.path.dirname(path)
-        try:
-            for rank in range(self.n):
-                process = _Process(rank, store_fd)
-                self._ranks.append(process)
-                process.send_bytes(pickle.dumps(self._setup(rank, path)))
-        finally:
-            os.close(store_fd)
-
-    def _setup(self, rank: int, store: str | None) -> dict:
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "TORCHELASTIC"))}
-        env |= {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(self.n),
-            "LOCAL_WORLD_SIZE": str(self.n),
-        }
-        loopback = _loopback()
-        if loopback:
-            # Or gloo listens on the machine's outside address.
-            env["GLOO_SOCKET_IFNAME"] = loopback
-        if self.debug:
-            env["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-        # The program's own limit comes first, because it can say where everybody waits.
-        limit = 24 * 3600.0 if self.timeout is None else self.timeout + 30
-        return {
-            "rank": rank,
-            "ranks": self.n,
-            "store": store,
-            "timeout": limit,
-            "debug": self.debug,
-            "threads": max(1, _cores() // self.n),
-            "env": env,
-            "cwd": os.getcwd(),
-            "path": [p or os.getcwd() for p in sys.path],
-            "argv": sys.argv,
-        }
+        _standing.add(self)
 
     @property
     def alive(self) -> bool:
-        """Whether all ranks are there and `run` can be called."""
-        return bool(self._ranks) and all(p.code() is None for p in self._ranks)
+        """Whether all ranks are there, so that `run` can be called."""
+        return bool(self._processes) and all(p.code() is None for p in self._processes)
 
     @property
     def pids(self) -> list[int]:
         """Process ids in rank order."""
-        return [p.pid for p in self._ranks]
+        return [p.pid for p in self._processes]
 
     def run(
         self,
@@ -161,357 +107,270 @@ class Ranks:
     ) -> list:
         """Call `fn(*args, **kwargs)` on every rank; results in rank order.
 
-        `timeout` and `on_output` replace those of this object for one call. After a `RankFailure`
-        the ranks are gone (unless `keep`): make new ones.
+        `timeout` and `on_output` replace those of this object for this call. Raises `RankFailure`
+        like `launch`; unless `keep` applies, the ranks have ended then. `worker.state` is a dict on
+        every rank in which `fn` can leave things for later calls.
         """
-        if not callable(fn):
-            raise TypeError(f"run needs a function to call on every rank, got {fn!r}")
         _check_timeout(timeout)
-        if not self._busy.acquire(blocking=False):
-            raise RuntimeError("these ranks are busy with another call")
-        try:
-            if not self.alive:
-                raise RuntimeError("these ranks have ended: make new ones with Ranks(n)")
-            call = pickle.dumps(("call", _dumps(fn, args, kwargs)))
-            for process in self._ranks:
-                process.send_bytes(call)
-            limit = self.timeout if timeout is None else timeout
-            return self._collect("done", limit, on_output or self._on_output)
-        except RankFailure:
-            raise  # `_failure` has decided what becomes of the ranks
-        except BaseException:
-            if sys.exc_info()[0] not in (TypeError, pickle.PicklingError):
-                self.kill()
-            raise
-        finally:
-            self._busy.release()
+        packed = _packed(fn, args, kwargs)
+        return self._run(packed, self.timeout if timeout is None else timeout, on_output)
 
     def where(self) -> dict[int, str]:
-        """What every rank is doing right now, in words. May be called from another thread."""
-        raise NotImplementedError
+        """What every rank is doing right now, in words; also from another thread during `run`."""
+        if self._busy.acquire(blocking=False):
+            try:
+                snaps = self._snapshots(_Call(self.n), lambda *_: None)
+            finally:
+                self._busy.release()
+        else:  # the thread that is in `run` reads the answers
+            question = self._ask(range(self.n))
+            end = time.monotonic() + _ANSWER_LIMIT
+            while len(self._answers[question]) < self.n and time.monotonic() < end:
+                time.sleep(0.01)
+            snaps = self._answers.pop(question)
+        return failure.states({}, snaps, self._silent(snaps), self.n)
 
     def kill(self) -> None:
         """End all ranks at once, whatever they are doing."""
-        for process in self._ranks:
+        if self._owner != os.getpid():  # in a fork of the program: they are not ours
+            return
+        for process in self._processes:
             process.kill()
-        for process in self._ranks:
+        for process in self._processes:
             process.close()
-        self._ranks = []
+        self._processes = []
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 
     def close(self) -> None:
-        """End the ranks in order; after 2 seconds by force."""
-        for process in self._ranks:
-            try:
-                process.send_bytes(pickle.dumps(("bye",)))
-            except OSError:
-                pass
+        """End the ranks in order; those that are not done after 2 seconds by force."""
+        for process in self._processes:
+            with suppress(OSError):
+                process.send("bye")
         end = time.monotonic() + 2
-        for process in self._ranks:
+        for process in self._processes:
             process.wait(end - time.monotonic())
         self.kill()
 
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.close()
+    def __exit__(self, kind, *_) -> None:
+        self.close() if kind is None else self.kill()
 
     def __del__(self) -> None:
-        if getattr(self, "_ranks", None):
+        if getattr(self, "_processes", None):
             self.kill()
+
+    # --------------------------------------------------------------------------------- starting
+
+    def _start(self) -> None:
+        store_fd, path = processes.nameless_file()
+        self._folder = path and os.path.dirname(path)
+        try:
+            for rank in range(self.n):
+                process = processes.start(rank, store_fd)
+                self._processes.append(process)
+                process.send(self._setup(rank, path))
+        finally:
+            if store_fd is not None:
+                os.close(store_fd)
+
+    def _setup(self, rank: int, store: str | None) -> dict:
+        # What torchrun would say of another job must not reach these ranks.
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("MASTER_", "TORCHELASTIC"))}
+        env |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        env |= {"WORLD_SIZE": str(self.n), "LOCAL_WORLD_SIZE": str(self.n)}
+        loopback = processes.loopback()
+        if loopback:  # or gloo would listen where other machines can connect
+            env["GLOO_SOCKET_IFNAME"] = loopback
+        if self.debug:
+            env["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        threads = env.get("OMP_NUM_THREADS", "")
+        return {
+            "rank": rank,
+            "ranks": self.n,
+            "backend": self.backend,
+            "store": store,
+            "debug": self.debug,
+            "threads": int(threads) if threads.isdecimal() and int(threads) else 1,
+            "env": env,
+            "cwd": os.getcwd(),
+            "path": processes.search_path(),
+            "argv": sys.argv,
+        }
 
     # ------------------------------------------------------------------ waiting for the answers
 
-    def _collect(self, final: str, limit: float | None, emit: Output) -> list:
-        waiting = set(range(self.n))
-        results: list[Any] = [None] * self.n
-        errors: dict[int, dict] = {}  # in order of arrival
-        deadline = None if limit is None else time.monotonic() + limit
-        give_up = None
-        head = ""
+    def _run(self, packed: bytes, limit: float | None, on_output: Output | None) -> list:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError("these ranks are busy with another call")
+        call = _Call(self.n)
         try:
-            while waiting:
-                now = time.monotonic()
-                if deadline is not None and now >= deadline:
-                    head = f"not finished after {limit:g} s"
-                    break
-                if give_up is not None and now >= give_up:
-                    break
-                ends = [t for t in (deadline, give_up, now + 0.2) if t is not None]
-                for rank in self._ready(waiting, min(ends) - now, emit):
-                    message = self._ranks[rank].receive()
-                    self._ranks[rank].drain(emit)
-                    if message[0] == final:
-                        waiting.discard(rank)
-                        if final == "done":
-                            results[rank] = self._ranks[rank].receive_result()
-                    elif message[0] == "error":
-                        waiting.discard(rank)
-                        errors[rank] = message[1]
-                        give_up = give_up or time.monotonic() + GRACE
+            if not self.alive:
+                raise RuntimeError("these ranks have ended: make new ones with Ranks(n)")
+            for process in self._processes:
+                with suppress(OSError):  # it has ended or stopped, which is found out below
+                    process.send("call", packed)
+            self._collect(call, limit, on_output or self._on_output)
+        except BaseException:
+            if not (self.keep and call.all_returned()):
+                self.kill()
+            raise
+        finally:
+            self._busy.release()
+        return [pickle.loads(result) for result in call.results]
+
+    def _collect(self, call: _Call, limit: float | None, emit: Output) -> None:
+        """Wait until every rank has answered; or raise the story of why not."""
+        watch = watchdog.Watch()
+        late = math.inf if limit is None else time.monotonic() + limit
+        headline, question = "", None
+        try:
+            while call.waiting and not headline and time.monotonic() < min(late, call.give_up):
+                pause = min(late, call.give_up, watch.next) - time.monotonic()
+                for rank, kind, content in self._news(call.waiting, pause, emit):
+                    call.take(rank, kind, content, self._processes[rank], watch.seen.get(rank))
+                if call.waiting and not call.errors and time.monotonic() >= watch.next:
+                    if watch.look(self._answers.get(question, {}), call.waiting):
+                        headline = "deadlock: every rank that still runs waits for another one"
+                    if question is None or watch.complete:
+                        self._answers.pop(question, None)
+                        question = self._ask(call.waiting)
+            if call.waiting and not call.errors and not headline:
+                headline = f"not finished after {limit:g} s"
         except KeyboardInterrupt:
-            head = "interrupted"
-        if not errors and not head:
-            return results
-        raise self._failure(head, waiting, errors)
+            headline = failure.INTERRUPTED
+        self._answers.pop(question, None)
+        if not headline and not call.errors:
+            return
+        snaps = self._snapshots(call, emit)
+        silent = self._silent(call.errors.keys() | snaps.keys())
+        if call.errors and headline != failure.INTERRUPTED:
+            raise failure.failed(call.errors, snaps, silent, self.n)
+        raise failure.late(headline, snaps, silent, call.waiting, self.n)
 
-    def _ready(self, waiting: set[int], seconds: float, emit: Output) -> list[int]:
-        """Pass output on for at most `seconds`; the ranks that have a message or have died."""
-        sources: dict[Any, _Process] = {}
-        for rank in waiting:
-            for source in self._ranks[rank].sources():
-                sources[source] = self._ranks[rank]
-        for source in wait(list(sources), max(0.0, seconds)):
-            sources[source].drain(emit)
-        return [r for r in sorted(waiting) if self._ranks[r].has_message()]
+    def _news(self, ranks: Iterable[int], seconds: float, emit: Output) -> list[tuple]:
+        """Pass on output for at most `seconds`, until there is news: (rank, kind, content), where
+        kind is done, error or died."""
+        by_source = {s: self._processes[r] for r in ranks for s in self._processes[r].sources()}
+        ready = {by_source[source] for source in wait(list(by_source), max(0.0, seconds))}
+        news = []
+        for process in sorted(ready, key=lambda p: p.rank):
+            process.read_output(emit)
+            if process.has_news():
+                kind, *content = process.receive(emit)
+                if kind == "where":
+                    if content[0] in self._answers:
+                        self._answers[content[0]][process.rank] = content[1]
+                elif kind != "print":
+                    news.append((process.rank, kind, content[0]))
+        return news
 
-    def _snapshots(self, ranks: set[int]) -> dict[int, dict]:
-        answers: dict[int, dict] = {}
-        asked = set()
+    def _ask(self, ranks: Iterable[int]) -> int:
+        """Ask ranks where they are; what they say will be in `_answers`, by this number."""
+        question = next(_questions)
+        self._answers[question] = {}
         for rank in ranks:
-            try:
-                self._ranks[rank].send_bytes(pickle.dumps(("where", 0)))
-                asked.add(rank)
-            except OSError:
-                pass
-        end = time.monotonic() + 1
-        while asked - set(answers) and time.monotonic() < end:
-            for rank in self._ready(asked - set(answers), 0.1, lambda *_: None):
-                message = self._ranks[rank].receive()
-                if message[0] == "where":
-                    answers[rank] = message[2]
-                elif message[0] == "error":
-                    asked.discard(rank)
-        return answers
+            with suppress(OSError):
+                self._processes[rank].send("where", question)
+        return question
 
-    def _failure(self, head: str, waiting: set[int], errors: dict[int, dict]) -> RankFailure:
-        snaps = self._snapshots(waiting)
-        if waiting or not self.keep:
-            self.kill()
-        states = {}
-        for rank in range(self.n):
-            if rank in errors:
-                error = errors[rank]
-                states[rank] = error.get("state") or watchdog.raised(error)
-            elif rank in snaps:
-                states[rank] = watchdog.doing(snaps[rank])
-            elif rank in waiting:
-                states[rank] = (
-                    "did not answer (stopped, or inside a call that holds the interpreter)"
-                )
-            else:
-                states[rank] = "finished"
-        if errors:
-            first = min(errors, key=lambda r: (errors[r]["consequence"], list(errors).index(r)))
-            same = [r for r in errors if errors[r]["message"] == errors[first]["message"]]
-            first = min(same)
-            text = watchdog.format_error(errors[first])
-            short = watchdog.format_error(errors[first], shorten=True)
-            lines = [f"rank {first} failed", short]
-        else:
-            first = min(waiting)
-            text = watchdog.format_frames(snaps[first]["frames"]) if first in snaps else ""
-            lines = [head]
-        for rank, words in states.items():
-            if errors and rank == first:
-                continue
-            if errors and rank in errors and errors[rank]["message"] == errors[first]["message"]:
-                words = "same error"
-            lines.append(f"rank {rank}: {words}")
-        return RankFailure("\n".join(lines), first, text, states)
+    def _snapshots(self, call: _Call, emit: Output) -> dict[int, dict]:
+        """What every rank that is there is doing now; answers to the call may still come in."""
+        ranks = {r for r in range(self.n) if not call.died(r)}
+        question = self._ask(ranks)
+        end = time.monotonic() + _ANSWER_LIMIT
+        while ranks - set(self._answers[question]) and time.monotonic() < end:
+            for rank, kind, content in self._news(ranks, end - time.monotonic(), emit):
+                call.take(rank, kind, content, self._processes[rank], None)
+                if kind == "died":
+                    ranks.discard(rank)
+        return self._answers.pop(question)
+
+    def _silent(self, heard: Iterable[int]) -> dict[int, str]:
+        """Why the ranks that were not heard do not answer."""
+        return {p.rank: p.silence() for p in self._processes if p.rank not in heard}
+
+
+class _Call:
+    """What has come back from the ranks for one call."""
+
+    def __init__(self, n: int):
+        self.waiting = set(range(n))
+        self.results: list[bytes] = [b""] * n
+        self.errors: dict[int, dict] = {}  # in order of arrival
+        self.give_up = math.inf
+
+    def take(self, rank: int, kind: str, content: Any, process, seen: dict | None) -> None:
+        """One answer; `seen`: the rank's last snapshot, all there is when it has died."""
+        self.waiting.discard(rank)
+        if kind == "done":
+            self.results[rank] = content
+            return
+        if kind == "died":
+            words = list(process.last_words)
+            content = failure.died(process.pid, content, words, process.crash(), seen)
+        self.errors[rank] = content
+        # A rank that lost its peer is heard at once, the peer's end perhaps a little later.
+        patience = 3 * GRACE if content["consequence"] else GRACE
+        self.give_up = min(self.give_up, time.monotonic() + patience)
+
+    def died(self, rank: int) -> bool:
+        return self.errors.get(rank, {}).get("died", False)
+
+    def all_returned(self) -> bool:
+        return not self.waiting and not any(self.died(r) for r in self.errors)
 
 
 def print_output(rank: int, stream: str, line: str) -> None:
-    """Show what a rank printed, marked with the rank."""
-    if not line.endswith("\r"):
-        print(f"[rank {rank}] {line}", file=getattr(sys, stream), flush=True)
-
-
-# ------------------------------------------------------------------------- processes, seen from here
-
-
-class _Process:
-    """One rank: its connection, its output, and its exit code once it has ended."""
-
-    def __init__(self, rank: int, store_fd: int):
-        self.rank = rank
-        self._code: int | None = None
-        here, there = socket.socketpair()
-        self._out = {}
-        writers = []
-        for stream in ("stdout", "stderr"):
-            read, write = os.pipe()
-            os.set_blocking(read, False)
-            self._out[read] = [stream, b"", 0.0]
-            writers.append(write)
-        status_read, status_write = os.pipe()
-        try:
-            _template().fork([status_write, there.fileno(), *writers, store_fd])
-        finally:
-            there.close()
-            for fd in (*writers, status_write):
-                os.close(fd)
-        self._status = status_read
-        self._connection = Connection(here.detach())
-        self.pid = int.from_bytes(os.read(status_read, 8), "little")
-        if not self.pid:
-            raise RuntimeError("the template process of the ranks has ended unexpectedly")
-
-    def send_bytes(self, data: bytes) -> None:
-        self._connection.send_bytes(data)
-
-    def sources(self) -> list:
-        return [self._connection, self._status, *self._out]
-
-    def has_message(self) -> bool:
-        return self.code() is not None or self._connection.poll()
-
-    def receive(self) -> tuple:
-        try:
-            return pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            self.wait(1.0)
-            code = self.code()
-            how = (
-                f"killed by {signal.Signals(-code).name}"
-                if code and code < 0
-                else f"exited with code {code}"
-            )
-            return "error", {
-                "type": "", "message": how, "state": how, "consequence": False,
-                "chain": [{"frames": [], "text": f"the process {self.pid} was {how}" if code and code < 0 else f"the process {self.pid} {how}", "link": None}],
-            }  # fmt: skip
-
-    def receive_result(self) -> Any:
-        return pickle.loads(self._connection.recv_bytes())
-
-    def drain(self, emit: Output) -> None:
-        """Pass on what the rank has printed so far, as whole lines."""
-        for fd, entry in self._out.items():
-            while True:
-                try:
-                    data = os.read(fd, 1 << 16)
-                except BlockingIOError:
-                    break
-                if not data:
-                    break
-                *lines, entry[1] = (entry[1] + data).split(b"\n")
-                for line in lines:
-                    emit(self.rank, entry[0], line.rsplit(b"\r", 1)[-1].decode("utf-8", "replace"))
-
-    def code(self) -> int | None:
-        """Exit code, negative for a signal, None while it runs."""
-        if self._code is None and wait([self._status], 0):
-            data = os.read(self._status, 8)
-            self._code = int.from_bytes(data, "little", signed=True) if data else -signal.SIGKILL
-        return self._code
-
-    def wait(self, seconds: float) -> None:
-        if self._code is None and wait([self._status], max(0.0, seconds)):
-            self.code()
-
-    def kill(self) -> None:
-        if self.code() is None:
-            worker.kill_rank(self.pid)
-
-    def close(self) -> None:
-        self.wait(5.0)
-        self._connection.close()
-        for fd in (self._status, *self._out):
-            os.close(fd)
-
-
-class _Template:
-    """The process that ranks are forked from."""
-
-    def __init__(self):
-        here, there = socket.socketpair()
-        code = (
-            f"import sys; sys.path[:] = {[p or os.getcwd() for p in sys.path]!r}; "
-            f"from minidist.comm.worker import serve; serve({there.fileno()}, {os.getpid()})"
-        )
-        self.owner = os.getpid()
-        self.socket = here
-        # numpy's BLAS starts a thread per core on import: the template must have none.
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, *subprocess._args_from_interpreter_flags(), "-c", code],
-            pass_fds=[there.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=env,
-            start_new_session=True,
-        )
-        there.close()
-        self.lock = threading.Lock()
-
-    def fork(self, fds: list[int]) -> None:
-        with self.lock:
-            socket.send_fds(self.socket, [b"F"], fds)
-
-    def usable(self) -> bool:
-        return self.owner == os.getpid() and self.process.poll() is None
-
-    def close(self) -> None:
-        self.socket.close()
-        if self.owner == os.getpid():
-            try:
-                self.process.wait(2)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-
-_the_template: _Template | None = None
-_template_lock = threading.Lock()
-
-
-def _template() -> _Template:
-    global _the_template
-    with _template_lock:
-        if _the_template is None or not _the_template.usable():
-            _the_template = _Template()
-        return _the_template
-
-
-@atexit.register
-def shutdown() -> None:
-    """End the idle template process (it ends by itself when the program does)."""
-    global _the_template
-    with _template_lock:
-        if _the_template is not None:
-            _the_template.close()
-            _the_template = None
+    """Show a line that a rank printed, marked with the rank."""
+    out = getattr(sys, stream)
+    unfinished = line.endswith("\r")
+    if not unfinished:
+        print(f"[rank {rank}] {line}", file=out, flush=True)
+    elif out.isatty():
+        print(f"[rank {rank}] {line}", end="", file=out, flush=True)
 
 
 # ------------------------------------------------------------------------------------ small helpers
 
-
-def _dumps(fn: Callable, args: tuple, kwargs: dict) -> bytes:
-    return worker.dumps((fn, args, kwargs))
-
-
-def _nameless_store() -> tuple[int, str | None]:
-    """A file for the ranks to find each other: nameless where possible, so nothing can be left over."""
-    if sys.platform == "linux":
-        return os.memfd_create("minidist-store"), None
-    path = os.path.join(tempfile.mkdtemp(prefix="minidist-"), "store")
-    return os.open(path, os.O_CREAT | os.O_RDWR, 0o600), path
+_questions = itertools.count()
+_standing: weakref.WeakSet[Ranks] = weakref.WeakSet()
 
 
-def _loopback() -> str | None:
-    names = (
-        {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    )
-    return next((name for name in ("lo", "lo0") if name in names), None)
+@atexit.register
+def _end_all() -> None:
+    for ranks in list(_standing):
+        ranks.kill()
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _packed(fn: Callable, args: tuple, kwargs: dict) -> bytes:
+    if not callable(fn):
+        raise TypeError(f"a function is needed to run on every rank, got {fn!r}")
+    try:
+        return worker.dumps((fn, args, kwargs))
+    except Exception as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        hint = "" if worker.by_value() else " Functions that cannot be imported need cloudpickle."
+        raise TypeError(f"{name} cannot be sent to the ranks: {error}.{hint}") from error
+
+
+def _whole(n: int) -> int:
+    try:
+        n = operator.index(None if isinstance(n, bool) else n)
+    except TypeError:
+        raise TypeError(f"the number of ranks must be a whole number, got {n!r}") from None
+    if n < 1:
+        raise ValueError(f"at least one rank is needed, got ranks={n}")
+    return n
 
 
 def _check_timeout(timeout: float | None) -> None:
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+    if timeout is None:
+        return
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    if not timeout > 0:
+        raise ValueError(f"timeout must be more than 0 seconds, got {timeout!r}")

@@ -1,7 +1,7 @@
 """Cutting the world into groups: a mesh of ranks with the axes dp, pp and tp.
 
-Chapter 6; the order of the axes is Megatron-LM's (Narayanan et al. 2021, section 3): tensor-parallel
-ranks are neighbours, because they talk most and want the fastest wires, usually inside one machine.
+Chapter 6; the order of the axes is Megatron-LM's (Narayanan et al. 2021, section 3): the ranks of a
+tensor-parallel group are neighbours, because they talk most and want the fastest wires.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def build_mesh(dp: int = 1, pp: int = 1, tp: int = 1) -> DeviceMesh:
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """The process group meant by `group`: None is the world, a one-dimensional mesh is its group.
 
-    Raises RuntimeError without a process group or when this rank is not in `group`, ValueError for a
-    mesh of several dimensions, TypeError for anything else.
+    Raises RuntimeError without a process group or when this rank is not in `group`, ValueError for
+    a mesh of several dimensions, TypeError for anything else.
     """
     if isinstance(group, dist.ProcessGroup):
         return group

@@ -1,221 +1,297 @@
-"""Who waits where: what each rank is doing, told so that one sees which rank is missing.
+"""Who waits where: what each rank is doing, in plain data that travels between processes.
 
-`snapshot` and `describe` run on a rank; everything they return is plain data that the program which
-started the ranks can print, with the source lines that only it may know (cells of a notebook).
+`snapshot` and `describe` run on a rank. `Watch` runs in the program that started the ranks and
+decides from snapshots that nothing will ever move again. `Beacon` serves under torchrun, where no
+program of ours looks on: every rank keeps what it is doing in the job's store.
 """
 
 from __future__ import annotations
 
+import json
 import linecache
 import os
-import re
 import sys
-import sysconfig
 import threading
 import time
 import traceback
 
-# Frames from here are machinery; the interesting line is the last one that is not.
-_MINIDIST = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_COMM = os.path.join(_MINIDIST, "comm") + os.sep
-# What runs the user's code on a rank: a function, or a notebook cell.
-_RUNNERS = {os.path.join(_COMM, "worker.py"), os.path.join(_MINIDIST, "learn", "cell.py")}
-_LIBRARIES = tuple(
-    {os.path.abspath(p) + os.sep for p in sysconfig.get_paths().values()} | {_MINIDIST, "<frozen "}
-)
-# Errors that a rank gets because another one went away or never came.
+LISTENER = "minidist-listener"  # the thread that answers; not counted as a thread of the user
+ROUND = 0.5  # seconds between two looks at ranks from which nothing is heard
+ROUNDS = 4  # this many looks without any movement, and all waiting: a deadlock
+_IDLE_SECONDS = 0.05  # processor time that a waiting rank may use between two looks
+_RECORDS = 64  # of the ledger, in a snapshot
+
+_COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# Where a rank waits for others: the name of the function in these files says in what.
+_WAITING_IN = ("distributed_c10d.py", os.path.join(_COMM, "collectives.py"))
+# What an error says on a rank whose peer has gone or never came.
 _CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
+    "Connection refused",
     "Broken pipe",
     "Timed out waiting",
     "Application timeout caused pair closure",
     "Socket closed",
     "remote process exited",
-    "did not come to this collective",
 )
-# torch's check of collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL) says on each rank what that rank
-# called, correctly, and what another rank called, sometimes wrongly; so only the first is kept.
-_MISMATCH = re.compile(
-    r"Detected mismatch between collectives on ranks\. Rank (\d+) is running collective: "
-    r"CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?OpType=(\w+)"
-    r"(?:, TensorShape=(\[[^\]]*\]), TensorDtypes=(\w+))?.*",
-    re.DOTALL,
-)
-_DISAGREE = "the ranks call different collectives, shapes or types here: "
-# The same check when a rank has gone: named after torch's inner workings, with a useless time.
-_ABSENT = re.compile(r"\[Rank \d+\]: Ranks ([\d, ]+) failed to pass monitoredBarrier in \d+ ms")
 
-Frame = tuple[str, int, str, str]  # file, line, function, source line ("" where unknown)
+Frame = tuple[str, int, str, str]  # file, line, function, source line ("" where not known here)
 
 
-def is_library(file: str) -> bool:
-    """Whether this file is torch's, Python's or minidist's rather than the user's."""
-    return file.startswith(_LIBRARIES)
+# ------------------------------------------------------------------------------------ on a rank
 
 
 def snapshot() -> dict:
-    """What the main thread of this rank is doing, and its last collectives. Plain data."""
+    """What the main thread of this process is doing, and its last collectives."""
     from minidist.comm import ledger
 
     frame = sys._current_frames().get(threading.main_thread().ident)
-    frames = _own(traceback.extract_stack(frame)) if frame is not None else []
+    stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    frames = own([(f.filename, f.lineno or 0, f.name, _known(f)) for f in reversed(stack)])
     now = time.perf_counter()
     records = [
         {
-            "seq": r.seq,
-            "op": r.op,
-            "group": r.group,
-            "group_size": r.group_size,
-            "numel": r.numel,
-            "dtype": r.dtype,
-            "by": r.by,
-            "peer": r.peer,
-            "site": r.site,
-            "age": now - r.issued,
-            "done": r.finished is not None,
+            "seq": r.seq, "op": r.op, "group": r.group, "group_size": r.group_size,
+            "numel": r.numel, "dtype": r.dtype, "by": r.by, "peer": r.peer,
+            "site": list(r.site), "age": now - r.issued, "done": r.finished is not None,
         }
-        for r in list(ledger.last)
-    ]
-    return {"frames": frames, "collective": collective(frames), "records": records}
+        for r in list(ledger.last)[-_RECORDS:]
+    ]  # fmt: skip
+    return {
+        "frames": frames,
+        "records": records,
+        "groups": _members({r["group"] for r in records}),
+        "cpu": time.process_time(),
+        # A second thread of the user may be about to set things moving.
+        "threads": sum(t.name != LISTENER for t in threading.enumerate()) - 1,
+    }
 
 
-def collective(frames: list[Frame]) -> str | None:
-    """The communication call that these frames are inside of, by the name the user called."""
-    for file, _, function, _ in frames:
-        if file == os.path.join(_COMM, "collectives.py") or file.endswith("distributed_c10d.py"):
-            if function not in ("wrapper", "__call__"):
-                return function
-    return None
+def _known(frame: traceback.FrameSummary) -> str:
+    # Lines of notebook cells may be known here and nowhere else; files are read by who prints them.
+    entry = linecache.cache.get(frame.filename)
+    if not entry or len(entry) < 4 or not 0 < (frame.lineno or 0) <= len(entry[2]):
+        return ""
+    return entry[2][frame.lineno - 1].strip()
+
+
+def _members(names: set[str]) -> dict[str, list[int]]:
+    import torch.distributed as dist
+
+    if not names or not dist.is_initialized():
+        return {}
+    known = {group.group_name: group for group in list(dist.distributed_c10d._world.pg_map)}
+    return {n: dist.get_process_group_ranks(known[n]) for n in sorted(names & set(known))}
 
 
 def describe(error: BaseException) -> dict:
-    """An exception with its causes as plain data."""
+    """An exception with its causes."""
     chain, seen = [], set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        frames = _own(traceback.extract_tb(current.__traceback__))
-        if isinstance(current, SyntaxError):
-            frames += [(current.filename or "?", current.lineno or 0, "", current.text or "")]
+        stack = traceback.extract_tb(current.__traceback__)
+        frames = own([(f.filename, f.lineno or 0, f.name, f.line or "") for f in stack])
+        text = "".join(traceback.format_exception_only(type(current), current)).rstrip("\n")
+        for part in getattr(current, "exceptions", ()):  # an ExceptionGroup
+            text += "\n" + "".join(traceback.format_exception(part)).rstrip("\n")
         link = None
         following = current.__cause__
         if following is not None:
             link = "cause"
-        elif not current.__suppress_context__ and current.__context__ is not None:
+        elif current.__context__ is not None and not current.__suppress_context__:
             following, link = current.__context__, "context"
-        text = "".join(traceback.format_exception_only(type(current), current)).rstrip("\n")
-        text = _plain(text)
         chain.append({"frames": frames, "text": text, "link": link})
         current = following
     return {
-        "type": type(error).__name__,
-        "message": _plain(str(error)),
+        "text": chain[0]["text"],
         "chain": chain,
-        "consequence": any(_is_consequence(link["text"]) for link in chain),
+        # The rank that lost its peer is not the one to look at.
+        "consequence": any(mark in c["text"] for c in chain for mark in _CONSEQUENCES),
     }
 
 
-def _plain(text: str) -> str:
-    """An error message of torch's collective checks in words for the person who caused it."""
-    text = _ABSENT.sub(r"rank \1 did not come to this collective", text)
-    return _MISMATCH.sub(_mismatch, text)
+def own(frames: list[Frame]) -> list[Frame]:
+    """From the user's function on: the loop of the rank that calls it says nothing."""
+    loop = [i for i, f in enumerate(frames) if f[0] == os.path.join(_COMM, "worker.py")]
+    return frames[loop[-1] + 1 :] if loop else frames
 
 
-def _mismatch(found: re.Match) -> str:
-    rank, op, shape, dtype = found.groups()
-    what = f" of shape {shape}, {dtype}" if shape else ""
-    return f"{_DISAGREE}rank {rank} calls {op.lower()}{what}"
+# --------------------------------------------------------------------------------- looking at it
 
 
-def _is_consequence(text: str) -> bool:
-    return any(mark in text for mark in _CONSEQUENCES)
-
-
-def _own(stack) -> list[Frame]:
-    """Frames from the user's code on: the ranks' own loop in front of it says nothing."""
-    frames = [(f.filename, f.lineno or 0, f.name, f.line or "") for f in stack]
-    ours = [i for i, f in enumerate(frames) if f[0] in _RUNNERS]
-    return frames[ours[-1] + 1 :] if ours else frames
-
-
-# ---------------------------------------------------------------------------- telling the story
+def waiting_in(frames: list[Frame]) -> str | None:
+    """The call in which a rank waits for others, by the name the user called; or None."""
+    for file, _, function, _ in frames:
+        if file.endswith(_WAITING_IN):
+            return function
+    # `work.wait()` of torch has no Python frame: only the line of the caller tells.
+    return "wait" if frames and ".wait(" in source(frames[-1]) else None
 
 
 def source(frame: Frame) -> str:
-    """The frame's source line; notebook cells are known only where they were typed."""
-    return frame[3].strip() or linecache.getline(frame[0], frame[1]).strip()
+    """The frame's source line."""
+    return (frame[3] or linecache.getline(frame[0], frame[1])).strip()
 
 
-def user_frame(frames: list[Frame]) -> Frame | None:
-    """The innermost line of the user's code, else the innermost of all."""
-    for frame in reversed(frames):
-        if not is_library(frame[0]):
-            return frame
-    return frames[-1] if frames else None
+class Watch:
+    """Decides that ranks wait for each other for ever, long before the time limit.
 
+    All that still run are inside communication, none has moved, used the processor or has a second
+    thread, in `ROUNDS` looks, one every `ROUND` seconds.
+    """
 
-def format_frames(frames: list[Frame], shorten: bool = False) -> str:
-    """Frames as Python prints them; `shorten` leaves out the inner workings of libraries."""
-    lines, hidden = [], 0
-    any_user = any(not is_library(f[0]) for f in frames)
-    for i, frame in enumerate(frames):
-        if shorten and any_user and is_library(frame[0]) and i < len(frames) - 1:
-            hidden += 1
-            continue
-        if hidden:
-            lines.append(f"  ... {hidden} more inside libraries")
-            hidden = 0
-        lines.append(f'  File "{frame[0]}", line {frame[1]}, in {frame[2]}')
-        text = source(frame)
-        if text:
-            lines.append(f"    {text}")
-    return "\n".join(lines)
+    def __init__(self):
+        self.next = time.monotonic() + ROUND
+        self.seen: dict[int, dict] = {}  # the last snapshot of every rank
+        self.complete = False  # whether all answered the last question
+        self._before: dict[int, tuple] = {}
+        self._still = 0
 
-
-def format_error(error: dict, shorten: bool = False) -> str:
-    """The whole chain of exceptions, the causes first, as Python prints it."""
-    parts = []
-    for link in reversed(error["chain"]):
-        if link["link"] == "cause":
-            parts.append("The above was the direct cause of:\n")
-        elif link["link"] == "context":
-            parts.append("While handling the above:\n")
-        if link["frames"]:
-            parts.append("Traceback (most recent call last):")
-            parts.append(format_frames(link["frames"], shorten))
-        parts.append(link["text"] + "\n")
-    return "\n".join(parts).rstrip("\n")
-
-
-def raised(error: dict) -> str:
-    """One line: what a rank raised, and at which line of the user's code."""
-    text = f"raised {error['type']}: {error['message']}"
-    if error["message"].startswith(_DISAGREE):  # said once, by the rank reported first
-        text = "calls " + error["message"].partition(" calls ")[2]
-    frame = user_frame(error["chain"][0]["frames"])
-    return text + _at(frame) if frame else text
-
-
-def _at(frame: Frame) -> str:
-    line = source(frame)
-    return f" at {frame[0]}:{frame[1]}" + (f": {line}" if line else "")
-
-
-def doing(snap: dict) -> str:
-    """One line: what a rank was doing when it was asked."""
-    frames = snap["frames"]
-    frame = user_frame(frames)
-    if frame is None:
-        return "not running anything"
-    waiting = [r for r in snap["records"] if not r["done"]]
-    op = snap["collective"]
-    verb = f"waiting in {op}" if op else f"running {frame[2]}"
-    text = verb + _at(frame)
-    if waiting:
-        r = waiting[-1]
-        by = f", for {r['by']}" if r["by"] else ""
-        text += (
-            f"  [{r['op']} number {r['seq']} of {r['numel']} {r['dtype']}{by}, {r['age']:.1f} s]"
+    def look(self, snaps: dict[int, dict], waiting: set[int]) -> bool:
+        """One look at all ranks that have not finished; True when it is a deadlock."""
+        self.next = time.monotonic() + ROUND
+        self.seen |= snaps
+        self.complete = waiting <= set(snaps)
+        if not self.complete:
+            self._still = 0
+            return False
+        now = {r: (snaps[r]["frames"], snaps[r]["records"][-1:], snaps[r]["cpu"]) for r in waiting}
+        still = now.keys() == self._before.keys() and all(
+            waiting_in(snaps[r]["frames"])
+            and snaps[r]["threads"] == 0
+            and _unmoved(self._before[r], now[r])
+            for r in waiting
         )
-    return text
+        self._still = self._still + 1 if still else 0
+        self._before = now
+        return self._still >= ROUNDS
+
+
+def _unmoved(before: tuple, now: tuple) -> bool:
+    last = [[{**record, "age": 0} for record in records] for _, records, _ in (before, now)]
+    return before[0] == now[0] and last[0] == last[1] and now[2] - before[2] < _IDLE_SECONDS
+
+
+def first_difference(snaps: dict[int, dict]) -> str:
+    """Where the ranks' sequences of collectives part, in one line; "" if they do not.
+
+    Messages between two ranks (send, recv) are left out: each rank has its own.
+    """
+    done: dict[tuple, dict[int, dict[int, dict]]] = {}  # group -> rank -> number -> record
+    for rank, snap in snaps.items():
+        for name, members in snap["groups"].items():
+            numbered = {
+                r["seq"]: r for r in snap["records"] if r["group"] == name and r["peer"] is None
+            }
+            done.setdefault((name, tuple(members)), {})[rank] = numbered
+    for (name, members), by_rank in done.items():
+        # A member without any record never came; one that does not answer may have.
+        for rank in set(members) & set(snaps):
+            by_rank.setdefault(rank, {})
+        starts = [min(numbered) for numbered in by_rank.values() if numbered]
+        ends = [max(numbered) for numbered in by_rank.values() if numbered]
+        for seq in range(max(starts, default=0), max(ends, default=-1) + 1):
+            said: dict[str, list[int]] = {}
+            for rank in sorted(by_rank):
+                record = by_rank[rank].get(seq)
+                said.setdefault(_same_everywhere(record), []).append(rank)
+            if len(said) > 1:
+                parts = []
+                for what, ranks in said.items():
+                    record = by_rank[ranks[0]].get(seq)
+                    at = f" at {record['site'][0]}:{record['site'][1]}" if record else ""
+                    parts.append(f"{_ranks(ranks)} {what}{at}")
+                return f"First difference, collective {seq} of group {name}: " + "; ".join(parts)
+    return ""
+
+
+def _same_everywhere(record: dict | None) -> str:
+    if record is None:
+        return "did not get there"
+    if record["op"] == "all_to_all":  # each rank may have a size of its own
+        return record["op"]
+    return f"{record['op']}{size(record)}"
+
+
+def size(record: dict) -> str:
+    """How much a collective is about; nothing for a barrier."""
+    return f" of {record['numel']} {record['dtype']}" if record["numel"] else ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:"
+
+
+# --------------------------------------------------------------------------------- under torchrun
+
+
+class Beacon:
+    """Keeps what this rank is doing in the job's store, twice a second, for the others to read.
+
+    `limit`: seconds in one collective after which this rank prints what all are doing. NCCL ends
+    the process when its own limit is over, without an exception that could say it.
+    """
+
+    def __init__(self, store, rank: int, world_size: int, limit: float | None = None):
+        self.store, self.rank, self.world_size, self.limit = store, rank, world_size, limit
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=LISTENER)
+        self._thread.start()
+
+    def _run(self) -> None:
+        told = False
+        while not self._stop.wait(ROUND):
+            snap = snapshot()
+            if not self._say(snap):
+                return
+            ages = [r["age"] for r in snap["records"] if not r["done"]]
+            if self.limit and not told and max(ages, default=0.0) > 0.9 * self.limit:
+                told = True
+                print(self.table(), file=sys.stderr, flush=True)
+
+    def _say(self, snap: dict, words: str = "") -> bool:
+        try:
+            self.store.set(str(self.rank), json.dumps([time.time(), words, snap]))
+            return True
+        except RuntimeError:  # the store's host has gone, and nobody is left to read it
+            return False
+
+    def close(self, words: str) -> None:
+        """Say the last word: `finished`, or what was raised."""
+        self._stop.set()
+        self._thread.join(2 * ROUND)
+        self._say(snapshot(), words)
+
+    def failed(self, error: BaseException) -> None:
+        """This rank raises `error`. If that is the echo of a lost or missing rank, say of which."""
+        said = describe(error)
+        self.close(f"raised {said['text']}")
+        if said["consequence"]:
+            time.sleep(2 * ROUND)  # the rank that failed may still be saying so
+            if hasattr(error, "add_note"):
+                error.add_note(self.table())
+            else:
+                print(self.table(), file=sys.stderr, flush=True)
+
+    def table(self) -> str:
+        """What every rank last said, one line each, and where their sequences part."""
+        from minidist.comm.failure import doing
+
+        lines, snaps = ["What the ranks of this job were doing:"], {}
+        for rank in range(self.world_size):
+            try:
+                key = str(rank)
+                said = self.store.get(key) if self.store.check([key]) else b'[0, "", null]'
+                heard, words, snap = json.loads(said)
+            except RuntimeError:
+                snap = None
+            if snap is None:
+                lines.append(f"rank {rank}: nothing was heard of it")
+                continue
+            snaps[rank] = snap
+            age = "" if words else f"  (heard {max(0.0, time.time() - heard):.1f} s ago)"
+            lines.append(f"rank {rank}: {words or doing(snap)}{age}")
+        difference = first_difference(snaps)
+        return "\n".join([*lines, difference] if difference else lines)

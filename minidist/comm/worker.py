@@ -1,15 +1,17 @@
-"""What runs on the other side of `launch`: one process per rank, and the template they are copied from.
+"""The other side of `launch`: one process per rank, and the template that ranks are copied from.
 
-On Linux the ranks are forks of a template process that has torch loaded: a start takes about 0.1 s
-instead of seconds, and costs 5 MB of private memory per rank. The template never runs an operation
-and has no second thread, so that forking it is safe. It dies with the program that started it, and
-its ranks die with it, however they end.
+On Linux the ranks are forks of a template process that has torch loaded: starting four takes 0.1 s
+instead of seconds, and a rank costs 5 MB of private memory instead of 140. The template never runs
+an operation and has no second thread, which is what makes forking it safe. It ends with the program
+that started it, and the ranks end with the template, however either of them ends.
 """
 
 from __future__ import annotations
 
 import ctypes
 import datetime
+import faulthandler
+import importlib
 import io
 import os
 import pickle
@@ -20,14 +22,18 @@ import socket
 import sys
 import threading
 import types
+from collections.abc import Iterable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Whatever a caller wants to keep on the ranks between two runs (notebook cells: their variables).
+from minidist.comm import watchdog
+
+# Whatever a caller wants to keep on the ranks between two calls (notebook cells: their variables).
 state: dict[str, Any] = {}
 
-# Imported once in the template instead of once per rank. Without torch._dynamo the first optimizer or
-# DDP of every rank would spend seconds on importing it.
+# Loaded once in the template instead of once per rank. Without torch._dynamo, the first optimizer
+# or DDP of every rank would spend seconds on importing it.
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -36,62 +42,62 @@ PRELOAD = (
     "numpy",
     "cloudpickle",
     "minidist.comm.collectives",
-    "minidist.comm.watchdog",
 )
-PR_SET_PDEATHSIG = 1
+IDLE_LIMIT = (
+    300  # seconds without a rank after which the template ends; the next start makes a new one
+)
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 # ---------------------------------------------------------------------------------- the template
 
 
-def serve(control_fd: int, parent: int) -> None:
+def serve(control_fd: int, parent: int, preload: Iterable[str]) -> None:
     """Fork a rank for every request on the control socket, until its other end is closed.
 
-    A request is one byte with five file descriptors: where to report the rank's process id and exit
-    code, and the four that `rank_main` takes.
+    A request is one byte with six file descriptors: where to report the rank's process id and,
+    later, its exit code (8 bytes each), and the five that `forked_main` takes.
     """
-    for name in PRELOAD:
-        try:
-            __import__(name)
-        except ImportError:  # cloudpickle may be missing; whatever else is, the rank will say so
-            pass
+    for name in (*PRELOAD, *preload):
+        with suppress(Exception):  # cloudpickle may be missing; what the rank needs, it will say so
+            importlib.import_module(name)
     control = socket.socket(fileno=control_fd)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # its only work is to wake up select()
-    ranks: dict[int, int] = {}  # process id -> where its exit code is reported
-    me = os.getpid()
-    try:
-        # The time limit notices a parent that was killed while a fork of it still holds the socket.
-        while os.getppid() == parent:
-            readable, _, _ = select.select([control, wake_read], [], [], 1.0)
-            if wake_read in readable:
-                os.read(wake_read, 4096)
-                _reap(ranks)
-            if control in readable:
-                request, fds, _, _ = socket.recv_fds(control, 1, 5)
-                if not request:
-                    break
-                status_fd, *rank_fds = fds
-                pid = os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for fd in (control_fd, wake_read, wake_write, status_fd, *ranks.values()):
-                        os.close(fd)
-                    control.detach()
-                    _die_with(me)
-                    rank_main(*rank_fds)
-                os.write(status_fd, pid.to_bytes(8, "little"))
-                ranks[pid] = status_fd
-                for fd in rank_fds:
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # its only work is to end select()
+    ranks: dict[int, int] = {}  # process id -> where to report its exit code
+    template = os.getpid()
+    idle = 0
+    # With a time limit: the socket of a killed parent stays open if a fork of it lives on.
+    while os.getppid() == parent and idle < IDLE_LIMIT:
+        readable, _, _ = select.select([control, wake_read], [], [], 1.0)
+        idle = idle + 1 if not ranks and not readable else 0
+        if wake_read in readable:
+            os.read(wake_read, 4096)
+            _reap(ranks)
+        if control in readable:
+            request, fds, _, _ = socket.recv_fds(control, 1, 6)
+            if not request:
+                break
+            status_fd, *rank_fds = fds
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for fd in (control_fd, wake_read, wake_write, status_fd, *ranks.values()):
                     os.close(fd)
-    finally:
-        if os.getpid() == me:
-            for pid in ranks:
-                kill_rank(pid)
-        os._exit(0)
+                control.detach()
+                _die_with(template)
+                forked_main(*rank_fds)
+            ranks[pid] = status_fd
+            with suppress(BrokenPipeError):
+                os.write(status_fd, pid.to_bytes(8, "little"))
+            for fd in rank_fds:
+                os.close(fd)
+    for pid in ranks:
+        kill_group(pid)
+    os._exit(0)
 
 
 def _reap(ranks: dict[int, int]) -> None:
@@ -99,26 +105,22 @@ def _reap(ranks: dict[int, int]) -> None:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             return
-        kill_rank(pid)  # what the rank itself had started, such as data loader workers
+        kill_group(pid)  # what the rank itself had started, such as data loader workers
         fd = ranks.pop(pid)
         code = os.waitstatus_to_exitcode(status)
-        try:
+        with suppress(BrokenPipeError):  # nobody wants to know any more
             os.write(fd, code.to_bytes(8, "little", signed=True))
-        except BrokenPipeError:  # nobody wants to know any more
-            pass
         os.close(fd)
 
 
-def kill_rank(pid: int) -> None:
-    """End a rank and everything in its process group, also when it is stopped or stuck in C++."""
-    try:
+def kill_group(pid: int) -> None:
+    """End a rank and everything in its process group, also when stopped or stuck in C++."""
+    with suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def _die_with(parent: int) -> None:
-    """Ask Linux to kill this process when its parent goes."""
+    """Have Linux kill this process when its parent goes: a rank stuck in C++ cannot look itself."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it went before we asked
@@ -128,33 +130,43 @@ def _die_with(parent: int) -> None:
 # -------------------------------------------------------------------------------------- one rank
 
 
-def rank_main(connection_fd: int, stdout_fd: int, stderr_fd: int, store_fd: int) -> None:
-    """Be one rank: join the process group, then run what arrives on the connection. Never returns."""
-    # A process group of its own: Ctrl-C in the terminal reaches the program, which decides, and the
-    # rank can be ended together with everything it starts.
-    if os.getpgid(0) != os.getpid():
-        os.setpgid(0, 0)
-    os.dup2(stdout_fd, 1)
-    os.dup2(stderr_fd, 2)
-    os.close(stdout_fd)
-    os.close(stderr_fd)
-    sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
-    sys.stdout = _text(1)
-    sys.stderr = _text(2)
-    connection = Connection(connection_fd)
+def forked_main(
+    connection_fd: int, stdout_fd: int, stderr_fd: int, crash_fd: int, store_fd: int
+) -> None:
+    """Be a rank that was forked from the template. Never returns."""
+    # At the level of file descriptors, so that what C++ prints before it aborts arrives as well.
+    for fd, wanted in ((stdout_fd, 1), (stderr_fd, 2)):
+        os.dup2(fd, wanted)
+        os.close(fd)
+    sys.stdout, sys.stderr = _text(1), _text(2)
+    faulthandler.enable(crash_fd)  # if this process crashes: at which line
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # or all ranks, and all launches, would draw the template's numbers
+    _Rank(Connection(connection_fd)).main(store_fd)
+
+
+def spawned_main(connection: Connection) -> None:
+    """Be a rank that started from nothing (macOS, Windows): output travels as messages."""
     rank = _Rank(connection)
-    try:
-        rank.join_group(pickle.loads(connection.recv_bytes()), store_fd)
-        rank.loop()
-    except EOFError:
-        pass
-    except BaseException as error:
-        rank.report(error)
-    os._exit(0)
+    sys.stdout, sys.stderr = _Messages(rank, "stdout"), _Messages(rank, "stderr")
+    rank.main(None)
 
 
 def _text(fd: int) -> io.TextIOWrapper:
-    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+class _Messages(io.TextIOBase):
+    def __init__(self, rank: _Rank, stream: str):
+        self.rank, self.stream = rank, stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self.rank.send("print", self.stream, text.encode("utf-8", "backslashreplace"))
+        return len(text)
 
 
 class _Rank:
@@ -165,43 +177,55 @@ class _Rank:
         self.lock = threading.Lock()
         self.calls: queue.SimpleQueue = queue.SimpleQueue()
 
-    def send(self, kind: str, *content) -> None:
-        message = dumps((kind, *content))
-        with self.lock:
-            self.connection.send_bytes(message)
+    def main(self, store_fd: int | None) -> None:
+        if hasattr(os, "setpgid") and os.getpgid(0) != os.getpid():
+            # A process group of its own. Ctrl-C in the terminal reaches the program alone, which
+            # decides; and the rank can be ended together with everything it starts.
+            os.setpgid(0, 0)
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+        try:
+            (setup,) = pickle.loads(self.connection.recv_bytes())
+            self.join_group(setup, store_fd)
+            self.loop()
+        except EOFError:
+            pass
+        except BaseException as error:
+            self.send("error", watchdog.describe(error))
+        _flush()
+        os._exit(0)  # no destructors: gloo's would wait for ranks that have already gone
 
-    def join_group(self, setup: dict, store_fd: int) -> None:
+    def join_group(self, setup: dict, store_fd: int | None) -> None:
         os.chdir(setup["cwd"])
         os.environ.clear()
         os.environ.update(setup["env"])
         sys.path[:] = setup["path"]
         sys.argv[:] = setup["argv"]
+        threading.Thread(target=self.listen, daemon=True, name=watchdog.LISTENER).start()
         import torch
         import torch.distributed as dist
 
-        # Before any operation: as many threads as cores in every rank would slow all of them down.
+        # Before any operation: a thread per core in every rank would slow all of them down.
         torch.set_num_threads(setup["threads"])
         if setup["debug"]:
             dist.set_debug_level(dist.DebugLevel.DETAIL)
-        store = dist.FileStore(setup["store"] or f"/proc/self/fd/{store_fd}", setup["ranks"])
+        if "nccl" in setup["backend"]:
+            torch.cuda.set_device(setup["rank"])
         dist.init_process_group(
-            "gloo",
-            store=store,
+            setup["backend"],
+            store=dist.FileStore(setup["store"] or f"/proc/self/fd/{store_fd}", setup["ranks"]),
             rank=setup["rank"],
             world_size=setup["ranks"],
-            timeout=datetime.timedelta(seconds=setup["timeout"]),
+            # Never reached: the program has its own limit, and can say where everybody waits.
+            timeout=datetime.timedelta(days=1),
         )
-        threading.Thread(target=self.listen, daemon=True, name="minidist-listen").start()
-        self.send("ready")
+        self.send("done", dumps(None))
 
     def listen(self) -> None:
-        from minidist.comm import watchdog
-
         while True:
             try:
                 kind, *content = pickle.loads(self.connection.recv_bytes())
             except (EOFError, OSError):
-                # The program is gone. The main thread may be stuck in C++ and cannot be asked.
+                # The program is gone, and the main thread may be stuck in C++.
                 os._exit(1)
             if kind == "where":
                 self.send("where", content[0], watchdog.snapshot())
@@ -213,53 +237,56 @@ class _Rank:
             kind, *content = self.calls.get()
             if kind == "bye":
                 return
-            try:
-                function, args, kwargs = pickle.loads(content[0])
-                result = dumps(function(*args, **kwargs))
-                function = args = kwargs = None
-            except BaseException as error:
-                self.report(error)
-            else:
-                _flush()
-                with self.lock:
-                    self.connection.send_bytes(pickle.dumps(("done",)))
-                    self.connection.send_bytes(result)
+            answer = self.call(content[0])
+            _flush()  # what was printed arrives before the answer
+            self.send(*answer)
 
-    def report(self, error: BaseException) -> None:
-        from minidist.comm import watchdog
+    def call(self, packed: bytes) -> tuple:
+        try:
+            function, args, kwargs = pickle.loads(packed)
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            return "error", watchdog.describe(error)
+        try:
+            return "done", dumps(result)
+        except Exception as error:
+            wrapped = TypeError(
+                f"the result, a {type(result).__name__}, cannot be sent back: {error}. "
+                "Return numbers, strings, tensors, or lists and dicts of these."
+            )
+            return "error", watchdog.describe(wrapped)
 
-        _flush()
-        self.send("error", watchdog.describe(error))
+    def send(self, kind: str, *content) -> None:
+        message = pickle.dumps((kind, *content))
+        with self.lock:
+            self.connection.send_bytes(message)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):  # closed by the user
             stream.flush()
-        except (OSError, ValueError):
-            pass
 
 
 # ------------------------------------------------------------------------------------- transport
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle by value: functions and classes that cannot be imported, CPU copies of tensors."""
+    """Pickle by value: functions and classes of notebooks, and tensors as CPU copies.
+
+    Uses cloudpickle where it is installed; without it only functions that can be imported travel.
+    """
     out = io.BytesIO()
-    _pickler()(out).dump(value)
+    _pickler()(out, protocol=5).dump(value)
     return out.getvalue()
 
 
-def _named_code(arguments: tuple, file: str) -> types.CodeType:
-    return types.CodeType(*arguments).replace(co_filename=file)
+_ByValue: type[pickle.Pickler] | None = None
 
 
-_Pickler = None
-
-
-def _pickler():
-    global _Pickler
-    if _Pickler is None:
+def _pickler() -> type[pickle.Pickler]:
+    global _ByValue
+    if _ByValue is None:
         try:
             from cloudpickle import Pickler as base
         except ImportError:
@@ -268,21 +295,32 @@ def _pickler():
         class ByValue(base):
             def reducer_override(self, value):
                 if type(value) is types.CodeType and hasattr(base, "dispatch_table"):
-                    # cloudpickle forgets the file; tracebacks need it to show the line.
-                    return _named_code, (
-                        base.dispatch_table[types.CodeType](value)[1],
-                        value.co_filename,
-                    )
+                    # cloudpickle drops the file name, by which tracebacks find the line.
+                    _, parts = base.dispatch_table[types.CodeType](value)
+                    return _code, (parts, value.co_filename)
                 torch = sys.modules.get("torch")
-                if torch is not None and type(value) is torch.Tensor:
-                    whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-                    if value.device.type not in ("cpu", "meta") or not whole:
-                        # A view would take its whole storage along, and a device tensor a device.
-                        copy = value.detach().cpu().clone().requires_grad_(value.requires_grad)
-                        return copy.__reduce_ex__(5)
+                if torch is not None and type(value) is torch.Tensor and not _travels(value):
+                    copy = value.detach().cpu().clone().requires_grad_(value.requires_grad)
+                    return copy.__reduce_ex__(5)
                 if hasattr(base, "reducer_override"):
                     return super().reducer_override(value)
                 return NotImplemented
 
-        _Pickler = ByValue
-    return _Pickler
+        _ByValue = ByValue
+    return _ByValue
+
+
+def by_value() -> bool:
+    """Whether functions that cannot be imported can travel."""
+    return _pickler().__mro__[1] is not pickle.Pickler
+
+
+def _code(parts: tuple, file: str) -> types.CodeType:
+    return types.CodeType(*parts).replace(co_filename=file)
+
+
+def _travels(tensor) -> bool:
+    """False where pickle would take a whole storage along for a small view, or name a device."""
+    if tensor.device.type != "cpu" or tensor.layout is not sys.modules["torch"].strided:
+        return tensor.device.type in ("cpu", "meta")
+    return tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
