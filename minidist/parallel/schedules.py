@@ -115,6 +115,11 @@ class Schedule:
     def virtual_stages(self) -> int:
         return self.stages * self.chunks
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether backward is cut into I and W."""
+        return any(action.kind == "I" for action in self.actions[0])
+
     def stage(self, rank: int, chunk: int = 0) -> int:
         """The virtual stage that `rank` holds as its `chunk`."""
         back = self.placement == "v" and chunk % 2
@@ -243,12 +248,11 @@ class Schedule:
         """
         from minidist.parallel.messages import programs, rendezvous
 
-        split = any(action.kind == "I" for actions in self.actions for action in actions)
         for rank, actions in enumerate(self.actions):
             where = f"{self.name}, rank {rank}"
             wanted = {
                 Action(kind, microbatch, chunk)
-                for kind in ("FIW" if split else "FB")
+                for kind in ("FIW" if self.splits_backward else "FB")
                 for microbatch in range(self.microbatches)
                 for chunk in range(self.chunks)
             }

@@ -1,0 +1,382 @@
+"""Pipeline parallelism: each rank holds some layers, micro-batches flow through them (document 3.2).
+
+    rank 0  layers 0-3    F0 F1 F2 F3 ........ B0 F4     parameters, gradients, optimizer: 1/p
+    rank 1  layers 4-7       F0 F1 F2 .... B0 F3 ...     activations: the micro-batches in flight
+    rank 2  layers 8-11         F0 F1 . B0 F2 B1 ...     traffic per micro-batch and boundary: one
+    rank 3  layers 12-15           F0 B0 F1 B1 F2 B2       activation down, its gradient back
+
+The order of things is not decided here: schedules.py lists it, and `_run` walks through that list,
+with the sends and receives that messages.py puts in between. The naive model parallelism of the
+second document (a batch goes through all devices in turn) is `schedule="naive", microbatches=1`.
+
+What holds for every schedule:
+
+* Loss and gradients are those of the whole batch in one process, whatever the number of stages and
+  micro-batches. Each micro-batch is scaled once, before its backward, and added to `.grad`.
+* Receives are posted before they are needed and in an order that cannot deadlock.
+* A micro-batch's graph is freed in its backward, a stage's output as soon as it has been sent.
+* BatchNorm works on micro-batches: it normalises each by its own statistics and updates the running
+  ones once per micro-batch. Recomputation (activation checkpointing) does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.batchnorm import _NormBase
+
+from minidist.comm import collectives as coll
+from minidist.measure import span
+from minidist.parallel.mailbox import Mailbox
+from minidist.parallel.messages import Receive, Send, programs
+from minidist.parallel.microbatches import cut, flatten, join, option, terms
+from minidist.parallel.schedules import Action, Schedule
+from minidist.parallel.schedules import schedule as build_schedule
+from minidist.parallel.split import Stage, layer_costs, split
+from minidist.parallel.tied import Tied
+from minidist.parallel.weightgrad import accumulate, deferred
+
+__all__ = ["Pipeline", "Stage", "layer_costs", "split"]
+
+_AHEAD = 3  # by how many actions a receive is posted early; each costs one buffer
+
+
+class Pipeline(nn.Module):
+    """This rank's part of a pipeline over the ranks of `group`. Collective.
+
+    stages: this rank's module, or its list of chunks (virtual stage chunk*p + rank; for zb-v down
+      and up again), or all parts from `md.split`, of which it takes its own. A stage takes one
+      argument, what the stage before returned: a tensor, or tuples, lists and dicts of tensors,
+      None, numbers. What a later stage needs has to be handed on by the stages between.
+    schedule: a name (see `md.schedule`) or a Schedule of your own.
+    loss_fn: loss_fn(output of the last stage, targets) -> scalar, called on the last stage's rank.
+    reduction: what loss_fn does over a micro-batch, "mean" or "sum"; default: its own `reduction`
+      if it has one, else "mean".
+    count: count(targets of a micro-batch) -> number of terms in its mean, which is its weight in the
+      mean of the batch. Default: the elements of the targets; of class indices those that are not
+      `ignore_index` (-100), times the loss's class weights.
+    tied: {name: parameter} of which other ranks hold copies under the same name (embedding and head
+      that share weights); `md.split` finds them. Copies start equal and get the same, summed
+      gradient.
+    dynamic: exchange shapes before every message, for stages whose output shapes depend on the
+      values. Otherwise they are agreed on once for each combination of input shapes.
+
+    ValueError on all ranks if the parts or sizes of any rank do not fit.
+    """
+
+    def __init__(
+        self,
+        stages: nn.Module | list[nn.Module],
+        *,
+        schedule: str | Schedule = "1f1b",
+        microbatches: int,
+        loss_fn: Callable[[Any, Any], Tensor],
+        reduction: str | None = None,
+        count: Callable[[Any], float] | None = None,
+        tied: dict[str, nn.Parameter] | None = None,
+        dynamic: bool = False,
+        group=None,
+    ):
+        super().__init__()
+        self.group, self.rank, size = group, coll.rank(group), coll.world_size(group)
+        self.loss_fn, self.dynamic = loss_fn, dynamic
+        self.reduction = reduction or option(loss_fn, "reduction", "mean")
+        self.count = count or (lambda targets: terms(loss_fn, targets))
+        problem = settings = None
+        try:
+            parts = list(stages) if isinstance(stages, (list, nn.ModuleList)) else [stages]
+            self.schedule = _resolve(schedule, size, microbatches, parts)
+            self.chunks = nn.ModuleList(_own(parts, self.schedule, self.rank))
+            settings = (self.schedule.name, size, microbatches, self.schedule.chunks, dynamic)
+            if self.reduction not in ("mean", "sum"):
+                raise ValueError(f"reduction must be mean or sum, not {self.reduction!r}")
+        except (ValueError, TypeError) as error:
+            problem = str(error)
+        _agree(problem, settings, group)
+
+        self.is_first = self.schedule.owner(0)[0] == self.rank
+        self.is_last = self.schedule.owner(self.schedule.virtual_stages - 1)[0] == self.rank
+        self.peak_in_flight = 0  # measured: most (micro-batch, chunk) pairs held since construction
+        parameter = next(self.parameters(), torch.empty(0))
+        self.device = parameter.device
+        self.mailbox = Mailbox(self.schedule, group, self.device)
+        self._programs: dict[tuple[str, int], list] = {}
+        self._signature: dict[str, Any] = {}
+        self._held: dict[tuple[int, int], tuple[list, list, list]] = {}
+        shared = dict(tied or {})
+        for chunk in self.chunks:
+            shared.update(getattr(chunk, "tied", {}))
+        self.tied = Tied(shared, group)
+
+    # ------------------------------------------------------------------ what users call
+    def step(self, inputs: Any, targets: Any, *, scale: float = 1.0) -> Tensor | None:
+        """Forward and backward of one batch; gradients are added to `.grad`. Collective.
+
+        inputs are used on the first stage's rank, targets on the last stage's (others may pass
+        None). Tensors, also in tuples and dicts, are cut along dimension 0 into micro-batches, the
+        larger ones first; a list is taken as the micro-batches themselves. scale multiplies the
+        gradients, not the returned loss: 1/k for k accumulated steps, or loss scaling.
+
+        Returns the loss of the whole batch (a detached scalar) on the last stage's rank, None on the
+        others. ValueError on all ranks, before any computation, for a batch that cannot be cut.
+        """
+        self._inputs, targets = self._begin("train", inputs, targets)
+        self._loss = self.loss_fn and None
+        if self.is_last:
+            self._set_targets(targets, scale)
+        self.tied.before_step()
+        with torch.enable_grad():
+            self._run("FBIW")
+        self.tied.after_step()
+        loss, self._loss = self._loss, None
+        return loss
+
+    @torch.no_grad()
+    def forward(self, inputs: Any) -> Any:
+        """Evaluate a batch, cut as `step` does: the output, joined again along dimension 0, on the
+        last stage's rank, None on the others. Collective. Call `.eval()` first, as for any module."""
+        self._inputs, _ = self._begin("eval", inputs, None)
+        self._outputs: list[Any] = []
+        self._run("F")
+        outputs, self._outputs = self._outputs, []
+        return join(outputs) if self.is_last else None
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm over the whole pipeline is at most `max_norm`; a
+        tied parameter counts once. Returns the norm before. Collective over `group`."""
+        mine = [p for p in self.parameters() if p.grad is not None]
+        counted = [p.grad.flatten() for p in mine if p not in self.tied.duplicates]
+        norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in counted]
+        norm = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64)
+        norm = torch.linalg.vector_norm(norm.to(self.device), norm_type)
+        if norm_type == float("inf"):
+            norm = coll.all_reduce(norm, "max", group=self.group, by="pipeline clip")
+        else:
+            norm = coll.all_reduce(norm**norm_type, group=self.group, by="pipeline clip")
+            norm = norm ** (1 / norm_type)
+        for parameter in mine:
+            parameter.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0).to(parameter.dtype))
+        return norm
+
+    # ------------------------------------------------------------------ the executor
+    def _run(self, kinds: str) -> None:
+        """Walk through this rank's program: the one loop that serves every schedule."""
+        perform = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
+        for item in self._program(kinds):
+            if isinstance(item, Receive):
+                self.mailbox.post(item.transfer)
+            elif isinstance(item, Send):
+                self.mailbox.send(item.transfer)
+            else:
+                perform[item.kind](item)
+        self.mailbox.finish()
+
+    def _forward(self, action: Action) -> None:
+        kind, microbatch, chunk = action
+        stage = self.schedule.stage(self.rank, chunk)
+        last = stage == self.schedule.virtual_stages - 1
+        training = torch.is_grad_enabled()
+        if stage == 0:
+            value = self._inputs[microbatch]
+            self._inputs[microbatch] = None
+        else:
+            value = self.mailbox.take(("activation", microbatch, stage))
+        leaves = [t for t in flatten(value)[0] if t.requires_grad] if stage else []
+        pending: list = []
+        with span(str(action)), self._reducing(action), self._splitting(pending):
+            output = self.chunks[chunk](value)
+            if last and training:
+                output = self._scaled_loss(output, microbatch)
+        if training:
+            # The graph is held by its roots, not by the output: that is free once it is sent.
+            roots = [get_gradient_edge(t) for t in flatten(output)[0] if t.requires_grad]
+            self._held[microbatch, chunk] = leaves, roots, pending
+            self.peak_in_flight = max(self.peak_in_flight, len(self._held))
+        if not last:
+            self.mailbox.put(("activation", microbatch, stage + 1), output)
+        elif not training:
+            self._outputs.append(output)
+
+    def _backward(self, action: Action) -> None:
+        """B: all gradients. I: those of the inputs; those of linear weights wait in `pending`."""
+        kind, microbatch, chunk = action
+        stage = self.schedule.stage(self.rank, chunk)
+        last = stage == self.schedule.virtual_stages - 1
+        grads = None if last else self.mailbox.take(("gradient", microbatch, stage))
+        leaves, roots, pending = self._held[microbatch, chunk]
+        with span(str(action)), self._reducing(action), self._splitting(pending):
+            with _frozen_statistics(self.chunks[chunk]):
+                if roots:
+                    torch.autograd.backward(roots, grads)
+        if kind == "I":
+            self._held[microbatch, chunk] = [], [], pending
+        else:
+            del self._held[microbatch, chunk]
+        if stage:
+            grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+            self.mailbox.put(("gradient", microbatch, stage - 1), grads)
+
+    def _weights(self, action: Action) -> None:
+        *_, pending = self._held.pop((action.microbatch, action.chunk))
+        with span(str(action)), self._reducing(action):
+            accumulate(pending)
+
+    def _splitting(self, pending: list):
+        return deferred(pending) if self.schedule.splits_backward else nullcontext()
+
+    def _reducing(self, action: Action):
+        """A data-parallel chunk (one with `no_sync`) reduces once, with its last micro-batch."""
+        chunk = self.chunks[action.chunk]
+        last = action.microbatch == self.schedule.microbatches - 1
+        return nullcontext() if last or not hasattr(chunk, "no_sync") else chunk.no_sync()
+
+    def _program(self, kinds: str) -> list:
+        # While shapes are being learned, a receive waits for them: then nothing may be posted out
+        # of order. Nor on CUDA, where NCCL matches messages by order, not by tag.
+        ahead = 0 if self.mailbox.learning or self.device.type != "cpu" else _AHEAD
+        if (kinds, ahead) not in self._programs:
+            self._programs[kinds, ahead] = programs(self.schedule, ahead, kinds)[self.rank]
+        return self._programs[kinds, ahead]
+
+    # ------------------------------------------------------------------ the loss
+    def _set_targets(self, targets: list, scale: float) -> None:
+        self._targets, self._scale = targets, scale
+        self._shares = [1.0] * len(targets)
+        if self.reduction == "mean":
+            counts = [float(self.count(target)) for target in targets]
+            total = sum(counts)
+            self._shares = [count / total if total else float("nan") for count in counts]
+
+    def _scaled_loss(self, output: Any, microbatch: int) -> Tensor:
+        """This micro-batch's part of the loss of the batch, times `scale`."""
+        share = self._shares[microbatch]
+        if share == 0:  # not one target counts: its mean is 0/0, but no part of the batch's mean
+            return torch.stack([(t * 0).sum() for t in flatten(output)[0] if t.requires_grad]).sum()
+        loss = self.loss_fn(output, self._targets[microbatch])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ValueError(f"loss_fn must return a scalar tensor, not {type(loss).__name__}")
+        part = loss.detach().reshape(()) * share
+        self._loss = part if self._loss is None else self._loss + part
+        return loss * (share * self._scale)
+
+    # ------------------------------------------------------------------ before a step
+    def _begin(self, mode: str, inputs: Any, targets: Any) -> tuple[list, list]:
+        """Cut the batch, and agree with all ranks that it can be run and whether its shapes are new.
+
+        One small all-reduce. Without it a rank that refuses its batch would leave the others waiting
+        for messages, and a rank in the middle could not know that shapes have changed.
+        """
+        input_parts, target_parts, problem = [], [], None
+        key = input_rows = target_rows = 0
+        try:
+            if self.is_first:
+                input_parts, input_rows = cut(inputs, self.schedule.microbatches, "inputs")
+                layouts = [flatten(part)[1] for part in input_parts]
+                key = hash(repr((mode, layouts))) & (2**61 - 1)
+            if self.is_last and mode == "train":
+                target_parts, target_rows = cut(targets, self.schedule.microbatches, "targets")
+        except ValueError as error:
+            problem = str(error)
+        # What else may change shapes, or which tensors get a gradient.
+        now = [
+            (chunk.training, [p.requires_grad for p in chunk.parameters()]) for chunk in self.chunks
+        ]
+        changed = self._signature.get(mode) != now
+        self._signature[mode] = now
+        state = [problem is not None, changed or self.dynamic, key, input_rows, target_rows]
+        state = torch.tensor(state, dtype=torch.int64, device=self.device)
+        coll.all_reduce(state, "max", group=self.group, by="pipeline agrees on the batch")
+        problems, changed, key, input_rows, target_rows = state.tolist()
+        if problems:
+            _agree(problem, None, self.group)
+        if input_rows and target_rows and input_rows != target_rows:
+            raise ValueError(f"inputs have {input_rows} rows, but targets have {target_rows}")
+        self.mailbox.begin(key, forget=bool(changed))
+        self._held.clear()
+        return list(input_parts), target_parts
+
+    # ------------------------------------------------------------------ names
+    def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters under the names they have in the model that was split."""
+        for chunk, prefix in zip(self.chunks, self._prefixes(), strict=True):
+            for name, parameter in chunk.named_parameters(*args, **kwargs):
+                yield prefix + name, parameter
+
+    def state_dict(self, *args, **kwargs) -> dict[str, Any]:
+        """This rank's part of the state dict of the model that was split, under the same names."""
+        state = {}
+        for chunk, prefix in zip(self.chunks, self._prefixes(), strict=True):
+            state.update({prefix + k: v for k, v in chunk.state_dict(*args, **kwargs).items()})
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Take this rank's part out of a state dict of the whole model (or of this part)."""
+        for chunk, prefix in zip(self.chunks, self._prefixes(), strict=True):
+            names = [name for name in chunk.state_dict() if prefix + name in state_dict]
+            chunk.load_state_dict({name: state_dict[prefix + name] for name in names}, strict)
+
+    def _prefixes(self) -> list[str]:
+        # Parts of a split model have different names; hand-made chunks may not.
+        plain = len(self.chunks) == 1 or all(isinstance(chunk, Stage) for chunk in self.chunks)
+        return [("" if plain else f"{i}.") for i in range(len(self.chunks))]
+
+
+def _resolve(schedule: str | Schedule, size: int, microbatches: int, parts: list) -> Schedule:
+    if bad := [type(part).__name__ for part in parts if not isinstance(part, nn.Module)]:
+        raise TypeError(f"stages must be nn.Modules, not {', '.join(bad)}")
+    whole = all(isinstance(part, Stage) and part.count == len(parts) for part in parts)
+    chunks = len(parts) // size if whole else len(parts)
+    if isinstance(schedule, str):
+        return build_schedule(schedule, size, microbatches, chunks)
+    sizes = (schedule.stages, schedule.microbatches, schedule.chunks)
+    if sizes != (size, microbatches, chunks):
+        raise ValueError(
+            f"the schedule is for {sizes} ranks, micro-batches and chunks, "
+            f"but there are {(size, microbatches, chunks)}"
+        )
+    return schedule.validate()
+
+
+def _own(parts: list, schedule: Schedule, rank: int) -> list[nn.Module]:
+    indices = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+    if len(parts) == schedule.virtual_stages and all(isinstance(part, Stage) for part in parts):
+        return [parts[index] for index in indices]
+    for part, index in zip(parts, indices, strict=True):
+        if isinstance(part, Stage) and (part.index, part.count) != (index, schedule.virtual_stages):
+            raise ValueError(
+                f"rank {rank} was given part {part.index} of {part.count}, but {schedule.name} puts "
+                f"part {index} of {schedule.virtual_stages} there"
+            )
+    return parts
+
+
+def _agree(problem: str | None, settings: Any, group) -> None:
+    """Raise on all ranks if any has a problem or other settings than the rest."""
+    everyone = coll.all_gather_object((problem, settings), group, by="pipeline settings")
+    if problems := [f"rank {r}: {text}" for r, (text, _) in enumerate(everyone) if text]:
+        raise ValueError("; ".join(problems) if len(problems) < len(everyone) else problem)
+    if len(set(everyone)) > 1:
+        raise ValueError(
+            "the ranks built different pipelines (schedule, ranks, micro-batches, chunks, dynamic): "
+            + "; ".join(f"rank {rank} {text}" for rank, (_, text) in enumerate(everyone))
+        )
+
+
+@contextmanager
+def _frozen_statistics(module: nn.Module):
+    """Batch norms keep normalising by the batch but leave their running statistics alone: forwards
+    that run inside a backward are recomputations and must not count a second time."""
+    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = not norm.training
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True
