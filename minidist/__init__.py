@@ -67,14 +67,21 @@ def __dir__():
     return sorted({*globals(), *__all__})
 
 
-class _CallableModule(types.ModuleType):
+class _Module(types.ModuleType):
+    """Pickled by name, like every module: functions that use one travel to the ranks."""
+
+    def __reduce__(self):
+        return importlib.import_module, (self.__name__,)
+
+
+class _CallableModule(_Module):
     """``md.measure()`` is ``minidist.measure.measure()``, and ``md.measure.tag`` still works."""
 
     def __call__(self, *args, **kwargs):
         return getattr(self, self.__name__.rpartition(".")[2])(*args, **kwargs)
 
 
-class _Package(types.ModuleType):
+class _Package(_Module):
     """Makes the packages that share their name with a public function callable.
 
     Importing ``minidist.measure`` anywhere sets the attribute ``measure`` of this package to that

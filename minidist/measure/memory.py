@@ -269,7 +269,7 @@ class Memory:
             return entry
 
     def knows(self, storage) -> bool:
-        """Whether `see(storage)` would change nothing: the quick answer for nearly every operand."""
+        """Whether `see(storage)` would change nothing, as for nearly every operand."""
         if self._notes:
             self._work_off()
         entry = self._live.get(storage._cdata)

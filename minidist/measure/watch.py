@@ -117,15 +117,14 @@ class _Watch(TorchDispatchMode):
             cls = type(value)
             # Nearly every operand is known already. Asking one by one would cost a tiny model half
             # of its step, so this asks as little as possible.
-            if cls is Tensor or (cls is nn.Parameter and id(value) in parameters):
-                if value.layout is torch.strided:
-                    storage = value.untyped_storage()
-                    for memory in memories:
-                        if not memory.knows(storage):
-                            self._report(value, None, always_there)
-                            break
-                    continue
-            if isinstance(value, Tensor):
+            usual = cls is Tensor or (cls is nn.Parameter and id(value) in parameters)
+            if usual and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                for memory in memories:
+                    if not memory.knows(storage):
+                        self._report(value, None, always_there)
+                        break
+            elif isinstance(value, Tensor):
                 self._report(value, None, always_there)
             elif cls is tuple or cls is list:
                 self._meet(value, always_there)
