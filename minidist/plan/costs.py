@@ -83,7 +83,10 @@ class Layout:
         return min(self.shard or self.dp, self.dp) if self.dp_kind == "hybrid" else self.dp
 
     def __str__(self):
-        text = f"{self.dp_kind} {self.dp} x tp {self.tp} x pp {self.pp}, micro-batch {self.microbatch}"
+        axes = [f"{self.dp_kind} {self.dp}"] if self.dp > 1 or self.dp_kind != "ddp" else []
+        axes += [f"tp {self.tp}"] if self.tp > 1 else []
+        axes += [f"pp {self.pp}"] if self.pp > 1 else []
+        text = f"{' x '.join(axes) or 'one GPU'}, micro-batch {self.microbatch}"
         if self.pp > 1 and self.chunks > 1:
             text += f", {self.chunks} chunks"
         if self.recompute != "none":
@@ -224,9 +227,7 @@ def optimizer_seconds(parameters: float, layout: Layout, cluster: Cluster) -> fl
     return 28 * parameters * sharing / HOST_BANDWIDTH + transfer
 
 
-def send_seconds(
-    shape: Transformer, layout: Layout, cluster: Cluster, software: Software
-) -> float:
+def send_seconds(shape: Transformer, layout: Layout, cluster: Cluster, software: Software) -> float:
     """One activation from a stage to the next: each tensor-parallel rank sends its part, and the
     parts are gathered on the other side unless sequence parallel wants them cut anyway."""
     if layout.pp == 1:
@@ -271,9 +272,6 @@ def layer_activation_elements(shape: Transformer, software: Software) -> tuple[f
     mlp = (3 if software.fused else 4) * wide if shape.gated else 2 * wide
     stream = 4 + (1 if shape.dropout else 0)
     inside = 1 + kv + 1 + mlp
-    if software.attention == "flash" and not shape.gated:
-        # A fused kernel keeps its own output, beside the copy with the heads put together.
-        inside += 1 if not shape.dropout else 0
     return stream, inside
 
 

@@ -317,6 +317,7 @@ BUS_FACTORS = {
     "all_to_all": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1,
     "reduce": lambda n: 1,
+    "all_reduce in-network": lambda n: (n - 1) / (n + 1),  # the switch adds (NVLink SHARP)
 }
 
 

@@ -119,7 +119,7 @@ _GENERATION = "assumed like the calibrated card of its generation"
 ACCELERATORS: dict[str, Accelerator] = {
     a.name: a
     for a in (
-        Accelerator("v100", {"fp16": 125e12, "bf16": 125e12, "fp32": 15.7e12}, 32e9, 0.9e12, 0.45,
+        Accelerator("v100", {"fp16": 125e12, "bf16": 125e12, "fp32": 15.7e12}, 32e9, 0.9e12, 0.53,
                     150e9, 15.8e9, True, "ml-engineering; HBM bandwidth: vendor sheet"),
         Accelerator("a100", {"bf16": 312e12, "fp32": 19.5e12}, 80e9, 2.0e12, 0.76, 300e9, 31e9,
                     True, "ml-engineering TFLOPS, HBM and NVLink tables"),
