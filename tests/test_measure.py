@@ -611,3 +611,52 @@ def test_cuda_agrees_with_the_caching_allocator():
     assert torch.cuda.max_memory_allocated() == pytest.approx(
         m.memory.peak_total, rel=0.02, abs=40 * MB
     )
+
+
+# --- parallel -----------------------------------------------------------------------------------
+
+
+def test_dtensors_count_their_local_part(run_ranks):
+    def run():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        with md.measure() as m:
+            model(torch.randn(4, 16)).sum().backward()
+            optimizer.step()
+        return dict(m.memory.current)
+
+    half = 4 * 16 * 32  # bytes: two weights of 16 x 32, half of each here
+    for current in run_ranks(run, 2):
+        assert current["parameters"] == current["gradients"] == half
+        assert current["optimizer"] == 2 * half + 2 * 4
+
+
+def test_fully_sharded_parameters_that_are_gathered_and_freed(run_ranks):
+    def run():
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        with md.measure(model) as m:
+            model(torch.randn(4, 64)).sum().backward()
+            model.zero_grad()
+        return dict(m.memory.current), m.memory.current_total, m.memory.peak_total
+
+    for current, total, peak in run_ranks(run, 2):
+        shards = 4 * 64 * 64  # half of two weights
+        assert current["parameters"] == shards
+        assert total < shards + 4096, "gathered weights must be gone"
+        assert peak > shards + 4 * 64 * 64  # at least one whole weight on top

@@ -68,7 +68,8 @@ def storages(tensor: Tensor) -> Iterable:
         return (tensor.untyped_storage(),)
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        return [s for name in names for s in storages(getattr(tensor, name))]
+        parts = [getattr(tensor, name) for name in names]
+        return [s for part in parts if isinstance(part, Tensor) for s in storages(part)]
     if tensor.layout is torch.sparse_coo:
         return [*storages(tensor._indices()), *storages(tensor._values())]
     try:
