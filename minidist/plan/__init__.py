@@ -1,4 +1,5 @@
-"""What would happen: the planner, the simulator of one step, and the published arithmetic behind both.
+"""What would happen: the planner, the simulator of one step, and the published arithmetic behind
+both.
 
 Nothing here needs a process group or a GPU, and only `dryrun` needs torch.
 """

@@ -40,7 +40,8 @@ def _bars(axis, names, rows, labels):
 
 
 def timeline_figure(run: Simulation, ranks: int = 8):
-    """Every task of the step on its rank's lanes: compute above, network below; returns the figure."""
+    """Every task of the step on its rank's lanes: compute above, network below; returns the
+    figure."""
     from matplotlib.figure import Figure
 
     colors = {

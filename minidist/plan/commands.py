@@ -12,7 +12,7 @@ from rich.table import Table
 from minidist.plan.costs import Layout, Software
 from minidist.plan.explain import advice, configurations, decision_tree
 from minidist.plan.hardware import cluster
-from minidist.plan.planner import NothingFits, Plan, _shape, in_code
+from minidist.plan.planner import NothingFits, Plan, in_code, shape_of
 from minidist.plan.planner import plan as find_plan
 from minidist.plan.shapes import with_sequence
 from minidist.plan.simulator import Simulation
@@ -258,7 +258,7 @@ def simulate(
         if validate:
             rows = show_validation(console)
         else:
-            shape = _shape(model, params, layers, hidden, heads)
+            shape = shape_of(model, params, layers, hidden, heads)
             shape = with_sequence(shape, seq) if seq else shape
             machine = cluster(
                 gpu, gpus, gpus_per_node=gpus_per_node, port=network and network * 1e9 / 8

@@ -2,8 +2,9 @@
 
 A piece costs its FLOPs at (efficiency x peak) plus its memory traffic at (efficiency x bandwidth).
 Matrix products are counted by both, elementwise kernels by the bytes they read and write, which is
-why small models, narrow tensor-parallel slices and long sequences come out slower per FLOP. Tensor-parallel collectives inside
-a layer are on the critical path unless the software overlaps them, and are reported apart.
+why small models, narrow tensor-parallel slices and long sequences come out slower per FLOP.
+Tensor-parallel collectives inside a layer are on the critical path unless the software overlaps
+them, and are reported apart.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ RECOMPUTE = ("none", "selective", "full")
 # blog: more than 4 s for Llama-2-7B, at 28 bytes read and written per parameter.
 HOST_BANDWIDTH = 50e9
 PCIE_EFFICIENCY = 0.8
-# A fused attention kernel runs at about half the rate of a large matrix product (forward and backward
-# together, causal): assumed for every accelerator.
+# A fused attention kernel runs at about half the rate of a large matrix product (forward and
+# backward together, causal): assumed for every accelerator.
 FLASH_RATE = 0.5
 
 
@@ -35,8 +36,9 @@ class Software:
     or ``"backward"`` (hide the backward collective behind the weight gradient). `dp_overlap`:
     gradients are reduced during backward, parameters gathered ahead. `reduce_bytes`: bytes per
     element of reduced gradients. `gather_bytes`: of gathered parameters. `linear`: precision of the
-    linear layers. `regather`: FSDP frees a layer after recomputing it and gathers it once more for its
-    backward, which cannot be prefetched (a checkpoint around the sharded unit instead of inside).
+    linear layers. `regather`: FSDP frees a layer after recomputing it and gathers it once more for
+    its backward, which cannot be prefetched (a checkpoint around the sharded unit instead of
+    inside).
     """
 
     attention: str = "flash"
@@ -56,8 +58,8 @@ class Layout:
     """How the ranks share the work; dp * tp * pp = GPUs.
 
     `microbatch`: sequences per forward. `chunks`: virtual stages per rank. `offload`: ``"none"``,
-    ``"optimizer"`` (its state and the reduced gradients live on the host) or ``"parameters"`` (these
-    too). `shard`: GPUs over which ``hybrid`` shards.
+    ``"optimizer"`` (its state and the reduced gradients live on the host) or ``"parameters"``
+    (these too). `shard`: GPUs over which ``hybrid`` shards.
     """
 
     dp: int = 1
@@ -183,7 +185,8 @@ def layer_seconds(
     cut = tp if software.sequence_parallel else 1
     elementwise = (stream / cut + inside / tp) * tokens * shape.hidden / memory
 
-    # Two all-reduces, or with sequence parallel two all-gathers and two reduce-scatters: same bytes.
+    # Two all-reduces, or with sequence parallel two all-gathers and two reduce-scatters: same
+    # bytes.
     message = 2 * tokens * shape.hidden
     comm = 2 * cluster.collective_seconds("all_reduce", message, tp)
     hidden_comm = min(comm, linear) if software.tp_overlap == "backward" else 0.0
@@ -216,8 +219,8 @@ def logits_seconds(
 
 
 def optimizer_seconds(parameters: float, layout: Layout, cluster: Cluster) -> float:
-    """Adam on `parameters` elements held by this rank: about 34 bytes each pass through memory (three
-    32-bit states read and written, the gradient read for its norm and again, the 16-bit copy
+    """Adam on `parameters` elements held by this rank: about 34 bytes each pass through memory
+    (three 32-bit states read and written, the gradient read for its norm and again, the 16-bit copy
     written). Offloaded, the host does it for all GPUs of the node."""
     if layout.offload == "none":
         card = cluster.accelerator
@@ -244,8 +247,8 @@ def data_parallel_seconds(
 ) -> float:
     """One collective of the data-parallel group over `elements` elements (of one tp, pp rank).
 
-    ``hybrid`` gathers and scatters over its shard group only; its all-reduce of the shard across the
-    replicas is added to the reduce-scatter.
+    ``hybrid`` gathers and scatters over its shard group only; its all-reduce of the shard across
+    the replicas is added to the reduce-scatter.
     """
     size = elements * element_bytes
     ranks = layout.shards if layout.dp_kind == "hybrid" else layout.dp

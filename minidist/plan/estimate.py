@@ -23,7 +23,8 @@ FRAGMENTATION = 0.05
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one layout would need and take. Bytes per GPU (`host_bytes`: per node), seconds per step."""
+    """What one layout would need and take. Bytes per GPU (`host_bytes`: per node), seconds per
+    step."""
 
     layout: Layout
     microbatches: int

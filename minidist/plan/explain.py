@@ -51,14 +51,15 @@ def decision_tree(found: Plan) -> list[Node]:
         )
     )
     layer = shape.layer_parameters()
-    # Two gathered layers and one gradient, 16 bits each, is what FULL_SHARD needs besides its shards.
+    # Two gathered layers and one gradient, 16 bits each, is what FULL_SHARD needs besides its
+    # shards.
     working = 6 * layer
     large = working > 0.1 * usable
     nodes.append(
         Node(
             "is a single layer very large?",
-            f"{'yes' if large else 'no'}: one layer is {layer / 1e9:.2g}B parameters, gathering two "
-            f"and reducing one takes {working / 1e9:.1f} GB",
+            f"{'yes' if large else 'no'}: one layer is {layer / 1e9:.2g}B parameters, gathering "
+            f"two and reducing one takes {working / 1e9:.1f} GB",
             "add tensor parallel" if large else "no tensor parallel needed for memory",
         )
     )
@@ -66,7 +67,8 @@ def decision_tree(found: Plan) -> list[Node]:
 
 
 def configurations() -> list[dict]:
-    """Section 6, typical configurations: size -> scheme, with the planner's answer for an example."""
+    """Section 6, typical configurations: size -> scheme, with the planner's answer for an
+    example."""
     rows = (
         ("<1B", "2-8", "DDP", "64-256", {"params": 350e6, "gpus": 8, "gpu": "a100"}, {"ddp"}),
         ("1B-7B", "8-64", "FSDP / ZeRO-3", "128-512",
@@ -134,8 +136,8 @@ def advice() -> list[dict]:
             "found": f"13B on 8 A100: {thirteen.best.layout} in "
             f"{thirteen.best.total_bytes / 1e9:.0f} GB; on one RTX 4090: {lonely.best.layout}, "
             f"{lonely.best.host_bytes / 1e9:.0f} GB of host memory",
-            "note": "agrees" if needs_offload else "wrong as a rule: it depends on model states per "
-            "card, and offload is for when these do not fit",
+            "note": "agrees" if needs_offload else "wrong as a rule: it depends on model states "
+            "per card, and offload is for when these do not fit",
         },
         {
             "advice": "several nodes: SHARD_GRAD_OP for less traffic across nodes",

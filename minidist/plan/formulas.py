@@ -42,7 +42,8 @@ def gpt_flops(batch, seq, layers, hidden, vocab, recompute="full"):
 
 
 def training_seconds(parameters, tokens, gpus, flops_per_gpu):
-    """Time to see `tokens` tokens with full recomputation: 8 T P / (n X), Narayanan 2021 equation 4.
+    """Time to see `tokens` tokens with full recomputation: 8 T P / (n X), Narayanan 2021 equation
+    4.
 
     `flops_per_gpu` is the achieved FLOP/s. Without recomputation the 8 is a 6.
     """
@@ -104,7 +105,8 @@ def state_bytes(parameters, stage=0, world_size=1, convention="16"):
 
 
 def largest_model(memory, stage, world_size, model_parallel=1, convention="16"):
-    """Parameters whose states just fill `memory` bytes per GPU; ZeRO Table 2, theoretical columns."""
+    """Parameters whose states just fill `memory` bytes per GPU; ZeRO Table 2, theoretical
+    columns."""
     per_parameter = sum(state_bytes(1, stage, world_size, convention).values())
     return model_parallel * memory / per_parameter
 
@@ -164,10 +166,11 @@ def activation_bytes(
     """Bytes kept per GPT layer and micro-batch, Korthikanti 2022 Table 2.
 
     Assumes 2-byte values, 1-byte dropout masks, and (`keep_scores`) the three seq x seq matrices of
-    attention; a fused attention kernel keeps none of them, which is ``keep_scores=False`` and equals
-    selective recomputation. 34 = attention 11, MLP 19, two norms 4. Tensor parallel leaves 10 whole
-    on every rank: the inputs of norms, attention and MLP, and two masks; sequence parallel cuts
-    these too. ``"full"`` keeps the layer's input only, 2 bytes per element, whole on every rank.
+    attention; a fused attention kernel keeps none of them, which is ``keep_scores=False`` and
+    equals selective recomputation. 34 = attention 11, MLP 19, two norms 4. Tensor parallel leaves
+    10 whole on every rank: the inputs of norms, attention and MLP, and two masks; sequence parallel
+    cuts these too. ``"full"`` keeps the layer's input only, 2 bytes per element, whole on every
+    rank.
     """
     elements = seq * batch * hidden
     if recompute == "full":
@@ -193,7 +196,8 @@ def extra_activation_bytes(seq, batch, hidden, vocab, tp, pp=1):
     """What lies outside the layers on the first stage: pp embedding masks, and (one stage only)
     final norm, output input and 32-bit logits; Korthikanti 2022 section 4.3.
 
-    The paper prints "less than 0.01 %" of the total for its 22B model; its own formula gives 0.57 %.
+    The paper prints "less than 0.01 %" of the total for its 22B model; its own formula gives 0.57
+    %.
     """
     elements = seq * batch * hidden / tp
     return pp * elements + (4 * elements * (1 + vocab / hidden) if pp == 1 else 0)
@@ -220,8 +224,8 @@ def data_parallel_traffic(parameters, stage, world_size=None, microbatches=1):
 def cross_host_traffic(model_bytes, world_size, gpus_per_host, strategy, exact=False):
     """Bytes per GPU that leave the host, FSDP section 3.2.2.
 
-    `strategy`: ``replicate``, ``full`` or ``hybrid`` (shard in the host, all-reduce the shard across
-    hosts). The paper prints 2M(W-1)/(GW) for hybrid; the all-reduce among W/G hosts costs
+    `strategy`: ``replicate``, ``full`` or ``hybrid`` (shard in the host, all-reduce the shard
+    across hosts). The paper prints 2M(W-1)/(GW) for hybrid; the all-reduce among W/G hosts costs
     2(M/G)(W/G-1)/(W/G), `exact`.
     """
     w, g = world_size, gpus_per_host
@@ -234,8 +238,8 @@ def cross_host_traffic(model_bytes, world_size, gpus_per_host, strategy, exact=F
 def tensor_parallel_traffic(seq, batch, hidden, tp, recompute=False, asymptotic=False):
     """Elements sent per layer, rank and micro-batch: 8 b s h (t-1)/t, Narayanan 2021 section 3.2.
 
-    Two all-reduces forward, two backward, each 2(t-1)/t of the message. Recomputing the forward adds
-    two more: 12 b s h in the limit, ZeRO section 8. Sequence parallel moves the same.
+    Two all-reduces forward, two backward, each 2(t-1)/t of the message. Recomputing the forward
+    adds two more: 12 b s h in the limit, ZeRO section 8. Sequence parallel moves the same.
     """
     ring = 1 if asymptotic else (tp - 1) / tp
     return (12 if recompute else 8) * batch * seq * hidden * ring
@@ -291,8 +295,8 @@ def bubble_seconds(schedule, stages, f, b, w=0.0, f_and_b=None):
 
 
 def in_flight(schedule, stages, microbatches, rank):
-    """Micro-batches whose activations `rank` (0-based) holds at most: all m for GPipe, min(m, p-rank)
-    for 1F1B; Narayanan 2021 section 2.2.1, Korthikanti 2022 appendix C."""
+    """Micro-batches whose activations `rank` (0-based) holds at most: all m for GPipe, min(m,
+    p-rank) for 1F1B; Narayanan 2021 section 2.2.1, Korthikanti 2022 appendix C."""
     if schedule == "gpipe":
         return microbatches
     if schedule in ("1f1b", "zb-h1"):

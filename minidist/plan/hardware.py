@@ -14,7 +14,8 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Accelerator:
-    """One GPU. `flops` maps a precision to peak FLOP/s; `source` says where the figures are from."""
+    """One GPU. `flops` maps a precision to peak FLOP/s; `source` says where the figures are
+    from."""
 
     name: str
     flops: dict
@@ -105,9 +106,9 @@ BASE_LATENCY = 6.6e-6
 INTRA_HOP = 0.6e-6
 INTER_HOP = 2.7e-6
 
-# 8 A100 reach 235 of 300 GB/s with nccl-tests (stas00/ml-engineering). One ramp cannot follow NCCL's
-# changes of algorithm: with 12 MB the 20 published sizes come out within a third from 256 kB on, and
-# up to half too slow below.
+# 8 A100 reach 235 of 300 GB/s with nccl-tests (stas00/ml-engineering). One ramp cannot follow
+# NCCL's changes of algorithm: with 12 MB the 20 published sizes come out within a third from 256 kB
+# on, and up to half too slow below.
 NVLINK_EFFICIENCY = 0.78
 NVLINK_RAMP = 12e6
 # "80-90 % of the advertised speed" (the same source).

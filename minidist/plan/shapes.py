@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 class Transformer:
     """Sizes of a decoder-only transformer (all counts in elements, `seq` in tokens).
 
-    `kv_heads` (default: heads) fewer than heads is grouped-query attention; `ffn` (default:
-    4 * hidden) is the inner width of the MLP; `gated` adds the third MLP matrix of SwiGLU; `norm` is
+    `kv_heads` (default: heads) fewer than heads is grouped-query attention; `ffn` (default: 4 *
+    hidden) is the inner width of the MLP; `gated` adds the third MLP matrix of SwiGLU; `norm` is
     ``"layer"`` (weight and bias) or ``"rms"`` (weight only); `bias` gives the linear layers one;
-    `positions` is ``"learned"`` (a table of seq x hidden) or ``"rotary"`` (no parameters);
-    `tied` makes the output matrix the token embedding; `dropout` keeps one-byte masks.
-    Raises ValueError for sizes that no model can have.
+    `positions` is ``"learned"`` (a table of seq x hidden) or ``"rotary"`` (no parameters); `tied`
+    makes the output matrix the token embedding; `dropout` keeps one-byte masks. Raises ValueError
+    for sizes that no model can have.
     """
 
     layers: int
@@ -154,7 +154,8 @@ class Transformer:
         """FLOPs of one forward pass over `tokens` tokens in sequences of `seq`, by part.
 
         2 per weight and token for the matrix products, 4 * seq * hidden per token and layer for
-        scores and weighted values (half with `causal`, when a kernel skips what is masked), 2 * hidden
+        scores and weighted values (half with `causal`, when a kernel skips what is masked), 2 *
+        hidden
         * vocab per token for the logits. The parts of Narayanan 2021, appendix.
         """
         seq = seq or self.seq
@@ -225,7 +226,8 @@ PRESETS: dict[str, Transformer] = {
 
 
 def from_parameters(count: float) -> Transformer:
-    """A shape with about `count` parameters: a known model within 5 %, else one of usual proportions.
+    """A shape with about `count` parameters: a known model within 5 %, else one of usual
+    proportions.
 
     The made-up shape has heads of 128 (64 below 1e9 parameters), a hidden size that cuts over 8
     ranks, and about the ratio of hidden to layers of the models in Narayanan 2021, Table 1.

@@ -70,7 +70,8 @@ class Simulation:
         return peak
 
     def chrome_trace(self) -> dict:
-        """The timeline for Perfetto or chrome://tracing: times in microseconds, a process per rank."""
+        """The timeline for Perfetto or chrome://tracing: times in microseconds, a process per
+        rank."""
         lanes = {lane: number for number, lane in enumerate(("compute", "network"))}
         events = [
             {"name": t.name, "cat": t.kind, "ph": "X", "ts": t.start * 1e6, "pid": t.rank,
@@ -158,7 +159,8 @@ class Step:
         return seconds
 
     def reduce(self, elements: float) -> float:
-        """Seconds to sum `elements` gradients: all-reduce for DDP, reduce-scatter for the others."""
+        """Seconds to sum `elements` gradients: all-reduce for DDP, reduce-scatter for the
+        others."""
         op = "all_reduce" if self.layout.dp_kind == "ddp" else "reduce_scatter"
         size = self.software.bucket_bytes
         messages = ceil(elements * self.software.reduce_bytes / size) if size else 1
@@ -185,7 +187,8 @@ def simulate(
     global_batch: int,
     software: Software | None = None,
 ) -> Simulation:
-    """Play one step of `global_batch` sequences. Raises ValueError when the sizes do not fit together."""
+    """Play one step of `global_batch` sequences. Raises ValueError when the sizes do not fit
+    together."""
     step = Step(shape, cluster, layout, global_batch, software or Software())
     clock, ends = _play(step)
     total = max(ends)
@@ -299,8 +302,8 @@ def _play_pipeline(step: Step, clock: Clock, plan: Schedule) -> list[float]:
     """The action lists of all stages; returns when each stage's gradients are reduced.
 
     FSDP inside a pipeline keeps a chunk's parameters from its first forward to its last backward
-    (gathering them for every micro-batch would not pay), and all kinds reduce a chunk after its last
-    backward, while the other chunks go on.
+    (gathering them for every micro-batch would not pay), and all kinds reduce a chunk after its
+    last backward, while the other chunks go on.
     """
     layers = step.shape.stage_layers(plan.virtual_stages)
     last_of = [

@@ -2,8 +2,8 @@
 
 One constant per accelerator is fitted, its efficiency, and to one row: A100 to GPT-3 on 384 GPUs in
 Narayanan 2021 Table 2 (153 TFLOP/s), H100 to torchtitan's 8B on 8 GPUs with torch.compile (6667
-tokens/s), V100 to the 39 TFLOP/s on one GPU of Shoeybi 2019. Everything else is prediction. What the
-sources do not say and the rows need is written at each case; the largest is that the ZeRO-3 of
+tokens/s), V100 to the 39 TFLOP/s on one GPU of Shoeybi 2019. Everything else is prediction. What
+the sources do not say and the rows need is written at each case; the largest is that the ZeRO-3 of
 Narayanan's Table 2 drove one network port per node and gathered a layer again after recomputing it.
 """
 
@@ -20,7 +20,8 @@ from minidist.plan.hardware import Cluster, cluster
 from minidist.plan.shapes import PRESETS, Transformer, with_sequence
 from minidist.plan.simulator import simulate
 
-# Megatron-LM of 2021: fused elementwise kernels, attention scores kept, gradients reduced at the end.
+# Megatron-LM of 2021: fused elementwise kernels, attention scores kept, gradients reduced at the
+# end.
 MEGATRON_2021 = Software(
     attention="matrix", sequence_parallel=False, tp_overlap="none", dp_overlap=False
 )
@@ -33,8 +34,8 @@ TORCHTITAN = Software(tp_overlap="none", reduce_bytes=4)
 @dataclass(frozen=True)
 class Case:
     """One published figure and what it takes to predict it. `unit`: ``TFLOP/s`` (hardware FLOPs of
-    the GPT formula, recomputation counted), ``s`` per step, or ``tokens/s`` per GPU. `tolerance`: the
-    error we promise to stay within, None for rows shown without a promise. `records`: ids in
+    the GPT formula, recomputation counted), ``s`` per step, or ``tokens/s`` per GPU. `tolerance`:
+    the error we promise to stay within, None for rows shown without a promise. `records`: ids in
     published.json."""
 
     source: str
@@ -146,9 +147,9 @@ def _korthikanti():
 
 
 def _torchtitan():
-    """Llama 3.1 at 8192 tokens. With a pipeline torchtitan made as many micro-batches as stages (its
-    default then); asynchronous tensor parallel counts as hiding what fits behind the weight gradient;
-    interleaved is taken as two chunks."""
+    """Llama 3.1 at 8192 tokens. With a pipeline torchtitan made as many micro-batches as stages
+    (its default then); asynchronous tensor parallel counts as hiding what fits behind the weight
+    gradient; interleaved is taken as two chunks."""
     # model, gpus, dp, tp, pp, micro-batch, global batch
     one_d, two_d = ("8b", 8, 8, 1, 1, 2, 16), ("70b", 256, 32, 8, 1, 16, 512)
     many, eight = ("8b", 128, 128, 1, 1, 2, 256), ("8b", 64, 8, 8, 1, 12, 96)
@@ -161,7 +162,8 @@ def _torchtitan():
         ("0346", 0, many, "selective", 1, "compile, float8"),
         ("0347", 0, two_d, "full", 1, "compile, float8"),
         ("0348", 0, two_d, "full", 1, "compile, float8, async tp"),
-        ("0359", 0, two_d, "full", 1, "compile"), ("0359", 1, two_d, "full", 1, "compile, async tp"),
+        ("0359", 0, two_d, "full", 1, "compile"),
+        ("0359", 1, two_d, "full", 1, "compile, async tp"),
         ("0360", 0, eight, "selective", 1, "compile"),
         ("0360", 1, eight, "selective", 1, "compile, async tp"),
         ("0349", 0, three_d, "full", 1, "compile, float8, async tp"),
@@ -201,9 +203,10 @@ def _others():
         None, ("configs-0328",),
     )  # fmt: skip
     yield Case(
-        "MT-NLG", "530B, tp 8 pp 35 dp 8, 2240 A100, 1920 sequences", found["configs-0334"]["value"][0],
-        "s", _gpt(105, 20480, 128), cluster("a100", 2240), Layout(8, "ddp", 8, 35, 1, recompute="full"),
-        1920, MEGATRON_2021, None, ("configs-0333", "configs-0334"),
+        "MT-NLG", "530B, tp 8 pp 35 dp 8, 2240 A100, 1920 sequences",
+        found["configs-0334"]["value"][0], "s", _gpt(105, 20480, 128), cluster("a100", 2240),
+        Layout(8, "ddp", 8, 35, 1, recompute="full"), 1920, MEGATRON_2021, None,
+        ("configs-0333", "configs-0334"),
     )  # fmt: skip
     for batch, published in zip((1, 2), found["fsdp-0235"]["value"], strict=True):
         layout = Layout(128, "fsdp", microbatch=batch, recompute="full")
@@ -267,12 +270,13 @@ def markdown() -> str:
     lines = [
         "# Predicted against published",
         "",
-        "What `minidist simulate --validate` prints. One constant per accelerator, its efficiency, is",
-        "fitted to one row each (A100: the 153 TFLOP/s of PTD 174.6B on 384; H100: the 6667 tokens/s of",
-        "8B on 8; V100: the 39 TFLOP/s of 1.2B on 1); all other rows are predictions. Rows without a",
-        "promise leave out what the prediction needs (software, schedule), and are shown as they come",
-        "out. The ZeRO-3 rows of Narayanan Table 2 rest on a reading of ours: rings through one network",
-        "port per node, and a layer gathered once more after it is recomputed.",
+        "What `minidist simulate --validate` prints. One constant per accelerator, its efficiency,",
+        "is fitted to one row each (A100: the 153 TFLOP/s of PTD 174.6B on 384; H100: the 6667",
+        "tokens/s of 8B on 8 with compile; V100: the 39 TFLOP/s of 1.2B on 1); all other rows are",
+        "predictions. Rows without a promise leave out what the prediction needs (software,",
+        "schedule) and are shown as they come out. The ZeRO-3 rows of Narayanan Table 2 rest on a",
+        "reading of ours, which the paper does not state: rings through one network port per node,",
+        "and a layer gathered once more after it is recomputed.",
         "",
         "| source | case | published | predicted | unit | error | promised |",
         "|---|---|---:|---:|---|---:|---:|",
@@ -280,14 +284,15 @@ def markdown() -> str:
     for row in validate():
         promise = "-" if row["tolerance"] is None else f"{row['tolerance']:.0%}"
         lines.append(
-            f"| {row['source']} | {row['case']} | {row['published']:.4g} | {row['predicted']:.4g} | "
-            f"{row['unit']} | {row['error']:+.1%} | {promise} |"
+            f"| {row['source']} | {row['case']} | {row['published']:.4g} | "
+            f"{row['predicted']:.4g} | {row['unit']} | {row['error']:+.1%} | {promise} |"
         )
     lines += [
         "",
         "## ZeRO-3 against 3D parallelism",
         "",
-        "GPT-3 175B, global batch 1536, TFLOP/s per GPU: ZeRO-3 wins while every GPU has many sequences.",
+        "GPT-3 175B, global batch 1536, TFLOP/s per GPU: ZeRO-3 wins while every GPU has many",
+        "sequences.",
         "",
         "| A100s | ZeRO-3 | 3D |",
         "|---:|---:|---:|",
