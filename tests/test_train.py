@@ -61,7 +61,7 @@ def test_attention_is_causal_and_starts_near_uniform():
     before, after = model(tokens), model(changed)
     assert torch.equal(before[:, :40], after[:, :40])
     assert not torch.equal(before[:, 40:], after[:, 40:])
-    assert abs(float(loss_fn(before, tokens)) - 5.545) < 0.1  # ln 256
+    assert abs(loss_fn(before, tokens).item() - 5.545) < 0.1  # ln 256
 
 
 def test_attention_equals_its_definition():
@@ -243,7 +243,7 @@ def test_b49_five_tokens_and_one(run_ranks):
     # Sum of x over six tokens: 5 * 1 + 7 = 12, mean 2. The mean of the ranks' means would be 4.
     xs = [[[1.0] * 5], [[7.0]]]
     masks = [[[1] * 5], [[1]]]
-    assert run_ranks(token_mean_gradient, 2, xs, masks) == [2.0, 2.0]
+    assert run_ranks(token_mean_gradient, 2, xs, masks) == pytest.approx([2.0, 2.0], rel=1e-15)
 
 
 def test_b49_two_micro_steps_and_padding(run_ranks):
