@@ -1,8 +1,8 @@
 """Messages between the stages of a pipeline: posting, sending, and agreeing on shapes.
 
-A receive needs a buffer of the right shape before the message comes. Which tensors a stage sends, of
-which shapes, is its `layout` (microbatches.py). Both ends learn it once for each combination of input
-shapes: in such a step every activation is preceded by its layout, later steps send tensors only.
+A receive needs a buffer of the right shape before the message comes. Which tensors a stage sends,
+of which shapes, is its `layout` (microbatches.py). Both ends learn it once for each combination of
+input shapes: in that step a layout precedes every activation, later steps send tensors only.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from minidist.comm import collectives as coll
-from minidist.parallel.microbatches import Slot, flatten, slots, unflatten
+from minidist.parallel.microbatches import flatten, slots, unflatten
 from minidist.parallel.schedules import Schedule, Transfer
 
 _UNFINISHED_SENDS = 2  # on CPU: how many sent tensors may stay alive behind the computation
 
 
 class Mailbox:
-    """What has arrived for this rank and what has to leave it. Values are nested (activations) or
-    lists of tensors (gradients); their key is (what, micro-batch, receiving virtual stage)."""
+    """What has arrived for this rank and what has to leave it: activations (nested values) and
+    gradients (lists of tensors), each for a micro-batch and the virtual stage that receives it."""
 
     def __init__(self, schedule: Schedule, group, device: torch.device):
         self.schedule, self.group, self.device = schedule, group, device
@@ -32,6 +32,7 @@ class Mailbox:
         self._layouts: dict[
             tuple[int, int], Any
         ] = {}  # (micro-batch, stage) -> layout of its input
+        # (what, micro-batch, stage) -> receives under way, tensors, layout
         self._mail: dict[tuple[str, int, int], tuple[list, list[Tensor], Any]] = {}
         self._sends: deque[coll.Work] = deque()
 
@@ -49,22 +50,35 @@ class Mailbox:
             self._sends.popleft().wait()
 
     # ------------------------------------------------------------------ on this rank
-    def put(self, key: tuple[str, int, int], value: Any) -> None:
-        """Leave a value for a stage: `send` takes it if the stage is on another rank."""
-        tensors, layout = (value, None) if key[0] == "gradient" else flatten(value)
-        self._mail[key] = [], [tensor.detach() for tensor in tensors], layout
+    def put_activation(self, microbatch: int, stage: int, value: Any) -> None:
+        """Leave the input of a stage: `send` takes it if that stage is on another rank."""
+        tensors, layout = flatten(value)
+        self._mail["activation", microbatch, stage] = [], [t.detach() for t in tensors], layout
 
-    def take(self, key: tuple[str, int, int]) -> Any:
-        """Wait for a value and take it out. Activations that need a gradient become leaves."""
-        works, tensors, layout = self._mail.pop(key)
+    def take_activation(self, microbatch: int, stage: int) -> tuple[Any, list[Tensor]]:
+        """Wait for the input of a stage. Returns it with the leaves that will get its gradients."""
+        works, tensors, layout = self._mail.pop(("activation", microbatch, stage))
         for work in works:
             work.wait()
-        if key[0] == "gradient":
-            return tensors
+        leaves = []
         if torch.is_grad_enabled():
-            for tensor, slot in zip(tensors, slots(layout), strict=True):
-                tensor.requires_grad_(slot.requires_grad)
-        return unflatten(tensors, layout)
+            for i, slot in enumerate(slots(layout)):
+                if slot.requires_grad:
+                    leaves.append(tensors[i].requires_grad_())
+                    tensors[i] = _NotALeaf.apply(tensors[i])
+        return unflatten(tensors, layout), leaves
+
+    def put_gradients(self, microbatch: int, stage: int, leaves: list[Tensor]) -> None:
+        """Leave the gradients of a stage's outputs, which the next stage found in its leaves."""
+        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+        self._mail["gradient", microbatch, stage] = [], grads, None
+
+    def take_gradients(self, microbatch: int, stage: int) -> list[Tensor]:
+        """Wait for the gradients of a stage's outputs (those that require one, in order)."""
+        works, tensors, _ = self._mail.pop(("gradient", microbatch, stage))
+        for work in works:
+            work.wait()
+        return tensors
 
     # ------------------------------------------------------------------ between ranks
     def post(self, transfer: Transfer) -> None:
@@ -128,6 +142,19 @@ class Mailbox:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
 
+class _NotALeaf(torch.autograd.Function):
+    """The same memory under another name. Autograd forbids changing a leaf in place, and a stage
+    may begin with nn.ReLU(inplace=True), which is fine in the whole model."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
 def _changed(transfer: Transfer, agreed: Any, layout: Any) -> str:
     def text(layout):
         return ", ".join(
@@ -136,7 +163,7 @@ def _changed(transfer: Transfer, agreed: Any, layout: Any) -> str:
         )
 
     return (
-        f"stage {transfer.stage - 1} returned other shapes for micro-batch {transfer.microbatch} than "
-        f"in an earlier step with inputs of the same shapes: {text(layout)} instead of {text(agreed)}. "
-        "If its output depends on the values, use Pipeline(..., dynamic=True)"
+        f"stage {transfer.stage - 1} returned {text(layout)} for micro-batch "
+        f"{transfer.microbatch}, but {text(agreed)} in an earlier step with inputs of the same "
+        "shapes. If shapes depend on the values, use Pipeline(..., dynamic=True)"
     )

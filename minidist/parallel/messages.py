@@ -81,13 +81,15 @@ def rendezvous(
     programs: list[list[Action | Send | Receive]],
     buffers: int = 0,
     ordered: bool = True,
+    blocking_receives: bool = False,
 ) -> None:
     """Play `programs` with sends that complete only once their receive is posted.
 
     buffers: how many unfinished sends a rank may leave behind before it blocks (0: each one
     blocks; what passes with 0 passes with more). ordered: messages of a rank complete in the order
-    in which it issued them, as in one queue without tags. Raises ScheduleError that tells what each
-    stuck rank waits for.
+    in which it issued them, as in one queue without tags. blocking_receives: a receive waits at
+    once, as it does while shapes are being learned. Raises ScheduleError that tells what each stuck
+    rank waits for.
     """
     position = [0] * len(programs)
     unfinished: list[dict[Transfer, None]] = [{} for _ in programs]  # in the order of issue
@@ -112,6 +114,9 @@ def rendezvous(
         sends = [message for message in unfinished[rank] if message.source == rank]
         if len(sends) > buffers:
             return f"rank {rank} is sending {sends[0]}"
+        receives = [message for message in unfinished[rank] if message.target == rank]
+        if receives and blocking_receives:
+            return f"rank {rank} is receiving {receives[0]}"
         step = programs[rank][position[rank]] if position[rank] < len(programs[rank]) else None
         if isinstance(step, Action):
             message = schedule.incoming(rank, step)

@@ -91,7 +91,9 @@ def cut(batch: Any, microbatches: int, what: str) -> tuple[list[Any], int]:
         return batch, 0
     tensors, layout = flatten(batch)
     rows = {len(tensor) for tensor in tensors if tensor.dim()}
-    if len(rows) != 1:
+    if not rows:
+        raise ValueError(f"{what}: a tensor is needed here, not {type(batch).__name__}")
+    if len(rows) > 1:
         raise ValueError(
             f"{what}: cannot be cut along dimension 0, its tensors have {sorted(rows)} rows; pass "
             f"a list of {microbatches} micro-batches instead"
@@ -117,30 +119,3 @@ def join(parts: list[Any]) -> Any:
         joined = [join(list(items)) for items in zip(*parts, strict=True)]
         return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
     return first
-
-
-def terms(loss_fn, target: Any) -> float:
-    """How many terms the mean that `loss_fn` takes over this micro-batch has.
-
-    Class indices (integer targets): those that are not `ignore_index`, each weighted by the loss's
-    class weights if it has any. Other targets: their elements. Nested targets: by the first tensor.
-    """
-    tensors, _ = flatten(target)
-    if not tensors:
-        return 1
-    target = tensors[0]
-    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
-        return target.numel()
-    counted = target != option(loss_fn, "ignore_index", -100)
-    weight = option(loss_fn, "weight", None)
-    if isinstance(weight, Tensor):
-        return weight[target[counted]].sum().item()
-    return int(counted.sum())
-
-
-def option(loss_fn, name: str, default):
-    """A setting of a loss: of a module like nn.CrossEntropyLoss, or of functools.partial(...)."""
-    value = getattr(loss_fn, name, None)
-    if value is None:
-        value = getattr(loss_fn, "keywords", {}).get(name)
-    return default if value is None else value

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank holds some layers, micro-batches flow through them (document 3.2).
+"""Pipeline parallelism: each rank holds some layers, micro-batches flow through (document 3.2).
 
     rank 0  layers 0-3    F0 F1 F2 F3 ........ B0 F4     parameters, gradients, optimizer: 1/p
     rank 1  layers 4-7       F0 F1 F2 .... B0 F3 ...     activations: the micro-batches in flight
@@ -32,9 +32,10 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from minidist.comm import collectives as coll
 from minidist.measure import span
+from minidist.parallel.batchloss import BatchLoss
 from minidist.parallel.mailbox import Mailbox
 from minidist.parallel.messages import Receive, Send, programs
-from minidist.parallel.microbatches import cut, flatten, join, option, terms
+from minidist.parallel.microbatches import cut, flatten, join
 from minidist.parallel.schedules import Action, Schedule
 from minidist.parallel.schedules import schedule as build_schedule
 from minidist.parallel.split import Stage, layer_costs, split
@@ -57,9 +58,9 @@ class Pipeline(nn.Module):
     loss_fn: loss_fn(output of the last stage, targets) -> scalar, called on the last stage's rank.
     reduction: what loss_fn does over a micro-batch, "mean" or "sum"; default: its own `reduction`
       if it has one, else "mean".
-    count: count(targets of a micro-batch) -> number of terms in its mean, which is its weight in the
-      mean of the batch. Default: the elements of the targets; of class indices those that are not
-      `ignore_index` (-100), times the loss's class weights.
+    count: count(targets of a micro-batch) -> number of terms in its mean, which is its weight in
+      the mean of the batch. Default: the elements of the targets; of class indices those that are
+      not `ignore_index` (-100), times the loss's class weights.
     tied: {name: parameter} of which other ranks hold copies under the same name (embedding and head
       that share weights); `md.split` finds them. Copies start equal and get the same, summed
       gradient.
@@ -84,27 +85,26 @@ class Pipeline(nn.Module):
     ):
         super().__init__()
         self.group, self.rank, size = group, coll.rank(group), coll.world_size(group)
-        self.loss_fn, self.dynamic = loss_fn, dynamic
-        self.reduction = reduction or option(loss_fn, "reduction", "mean")
-        self.count = count or (lambda targets: terms(loss_fn, targets))
+        self.dynamic = dynamic
         problem = settings = None
         try:
             parts = list(stages) if isinstance(stages, (list, nn.ModuleList)) else [stages]
             self.schedule = _resolve(schedule, size, microbatches, parts)
             self.chunks = nn.ModuleList(_own(parts, self.schedule, self.rank))
             settings = (self.schedule.name, size, microbatches, self.schedule.chunks, dynamic)
-            if self.reduction not in ("mean", "sum"):
-                raise ValueError(f"reduction must be mean or sum, not {self.reduction!r}")
+            self.loss = BatchLoss(loss_fn, reduction, count)
         except (ValueError, TypeError) as error:
             problem = str(error)
         _agree(problem, settings, group)
 
         self.is_first = self.schedule.owner(0)[0] == self.rank
         self.is_last = self.schedule.owner(self.schedule.virtual_stages - 1)[0] == self.rank
-        self.peak_in_flight = 0  # measured: most (micro-batch, chunk) pairs held since construction
+        self.peak_in_flight = 0  # measured in the last step: most (micro-batch, chunk) pairs
         parameter = next(self.parameters(), torch.empty(0))
         self.device = parameter.device
         self.mailbox = Mailbox(self.schedule, group, self.device)
+        last = {(a.kind, a.chunk): a for a in self.schedule.actions[self.rank] if a.kind != "I"}
+        self._final = set(last.values())  # the last F and the last B or W of each chunk
         self._programs: dict[tuple[str, int], list] = {}
         self._signature: dict[str, Any] = {}
         self._held: dict[tuple[int, int], tuple[list, list, list]] = {}
@@ -122,29 +122,28 @@ class Pipeline(nn.Module):
         larger ones first; a list is taken as the micro-batches themselves. scale multiplies the
         gradients, not the returned loss: 1/k for k accumulated steps, or loss scaling.
 
-        Returns the loss of the whole batch (a detached scalar) on the last stage's rank, None on the
-        others. ValueError on all ranks, before any computation, for a batch that cannot be cut.
+        Returns the loss of the whole batch (a detached scalar) on the last stage's rank, None on
+        the others. ValueError on all ranks, before any computation, if the batch cannot be cut.
         """
         self._inputs, targets = self._begin("train", inputs, targets)
-        self._loss = self.loss_fn and None
-        if self.is_last:
-            self._set_targets(targets, scale)
+        self.loss.begin(targets, scale)
         self.tied.before_step()
         with torch.enable_grad():
             self._run("FBIW")
         self.tied.after_step()
-        loss, self._loss = self._loss, None
-        return loss
+        return self.loss.total
 
     @torch.no_grad()
     def forward(self, inputs: Any) -> Any:
-        """Evaluate a batch, cut as `step` does: the output, joined again along dimension 0, on the
-        last stage's rank, None on the others. Collective. Call `.eval()` first, as for any module."""
+        """Evaluate a batch, cut as `step` does. Collective. Call `.eval()` first, as ever.
+
+        Returns the output, joined again along dimension 0, on the last stage's rank, else None.
+        """
         self._inputs, _ = self._begin("eval", inputs, None)
-        self._outputs: list[Any] = []
+        self._outputs: dict[int, Any] = {}  # by micro-batch
         self._run("F")
-        outputs, self._outputs = self._outputs, []
-        return join(outputs) if self.is_last else None
+        outputs, self._outputs = self._outputs, {}
+        return join([outputs[i] for i in sorted(outputs)]) if self.is_last else None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -183,32 +182,30 @@ class Pipeline(nn.Module):
         last = stage == self.schedule.virtual_stages - 1
         training = torch.is_grad_enabled()
         if stage == 0:
-            value = self._inputs[microbatch]
-            self._inputs[microbatch] = None
+            value, leaves = self._inputs[microbatch], []
         else:
-            value = self.mailbox.take(("activation", microbatch, stage))
-        leaves = [t for t in flatten(value)[0] if t.requires_grad] if stage else []
+            value, leaves = self.mailbox.take_activation(microbatch, stage)
         pending: list = []
         with span(str(action)), self._reducing(action), self._splitting(pending):
             output = self.chunks[chunk](value)
             if last and training:
-                output = self._scaled_loss(output, microbatch)
+                output = self.loss.part(output, microbatch)
         if training:
             # The graph is held by its roots, not by the output: that is free once it is sent.
             roots = [get_gradient_edge(t) for t in flatten(output)[0] if t.requires_grad]
             self._held[microbatch, chunk] = leaves, roots, pending
             self.peak_in_flight = max(self.peak_in_flight, len(self._held))
         if not last:
-            self.mailbox.put(("activation", microbatch, stage + 1), output)
+            self.mailbox.put_activation(microbatch, stage + 1, output)
         elif not training:
-            self._outputs.append(output)
+            self._outputs[microbatch] = output
 
     def _backward(self, action: Action) -> None:
         """B: all gradients. I: those of the inputs; those of linear weights wait in `pending`."""
         kind, microbatch, chunk = action
         stage = self.schedule.stage(self.rank, chunk)
         last = stage == self.schedule.virtual_stages - 1
-        grads = None if last else self.mailbox.take(("gradient", microbatch, stage))
+        grads = None if last else self.mailbox.take_gradients(microbatch, stage)
         leaves, roots, pending = self._held[microbatch, chunk]
         with span(str(action)), self._reducing(action), self._splitting(pending):
             with _frozen_statistics(self.chunks[chunk]):
@@ -219,22 +216,24 @@ class Pipeline(nn.Module):
         else:
             del self._held[microbatch, chunk]
         if stage:
-            grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
-            self.mailbox.put(("gradient", microbatch, stage - 1), grads)
+            self.mailbox.put_gradients(microbatch, stage - 1, leaves)
 
     def _weights(self, action: Action) -> None:
         *_, pending = self._held.pop((action.microbatch, action.chunk))
+        chunk = self.chunks[action.chunk]
         with span(str(action)), self._reducing(action):
-            accumulate(pending)
+            # Data parallelism expects all gradients of a chunk in one backward, also those done.
+            reduces = hasattr(chunk, "no_sync") and action in self._final
+            accumulate(pending, chunk.parameters() if reduces else ())
 
     def _splitting(self, pending: list):
         return deferred(pending) if self.schedule.splits_backward else nullcontext()
 
     def _reducing(self, action: Action):
-        """A data-parallel chunk (one with `no_sync`) reduces once, with its last micro-batch."""
+        """A data-parallel chunk (one with `no_sync`) reduces once, in its last backward."""
         chunk = self.chunks[action.chunk]
-        last = action.microbatch == self.schedule.microbatches - 1
-        return nullcontext() if last or not hasattr(chunk, "no_sync") else chunk.no_sync()
+        local = hasattr(chunk, "no_sync") and action not in self._final
+        return chunk.no_sync() if local else nullcontext()
 
     def _program(self, kinds: str) -> list:
         # While shapes are being learned, a receive waits for them: then nothing may be posted out
@@ -244,33 +243,12 @@ class Pipeline(nn.Module):
             self._programs[kinds, ahead] = programs(self.schedule, ahead, kinds)[self.rank]
         return self._programs[kinds, ahead]
 
-    # ------------------------------------------------------------------ the loss
-    def _set_targets(self, targets: list, scale: float) -> None:
-        self._targets, self._scale = targets, scale
-        self._shares = [1.0] * len(targets)
-        if self.reduction == "mean":
-            counts = [float(self.count(target)) for target in targets]
-            total = sum(counts)
-            self._shares = [count / total if total else float("nan") for count in counts]
-
-    def _scaled_loss(self, output: Any, microbatch: int) -> Tensor:
-        """This micro-batch's part of the loss of the batch, times `scale`."""
-        share = self._shares[microbatch]
-        if share == 0:  # not one target counts: its mean is 0/0, but no part of the batch's mean
-            return torch.stack([(t * 0).sum() for t in flatten(output)[0] if t.requires_grad]).sum()
-        loss = self.loss_fn(output, self._targets[microbatch])
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(f"loss_fn must return a scalar tensor, not {type(loss).__name__}")
-        part = loss.detach().reshape(()) * share
-        self._loss = part if self._loss is None else self._loss + part
-        return loss * (share * self._scale)
-
     # ------------------------------------------------------------------ before a step
     def _begin(self, mode: str, inputs: Any, targets: Any) -> tuple[list, list]:
-        """Cut the batch, and agree with all ranks that it can be run and whether its shapes are new.
+        """Cut the batch; agree with all ranks that it can be run and whether its shapes are new.
 
-        One small all-reduce. Without it a rank that refuses its batch would leave the others waiting
-        for messages, and a rank in the middle could not know that shapes have changed.
+        One small all-reduce. Without it a rank that refuses its batch would leave the others
+        waiting for messages, and a rank in between would not know that shapes have changed.
         """
         input_parts, target_parts, problem = [], [], None
         key = input_rows = target_rows = 0
@@ -284,11 +262,9 @@ class Pipeline(nn.Module):
         except ValueError as error:
             problem = str(error)
         # What else may change shapes, or which tensors get a gradient.
-        now = [
-            (chunk.training, [p.requires_grad for p in chunk.parameters()]) for chunk in self.chunks
-        ]
-        changed = self._signature.get(mode) != now
-        self._signature[mode] = now
+        chunks = [(c.training, [p.requires_grad for p in c.parameters()]) for c in self.chunks]
+        changed = self._signature.get(mode) != chunks
+        self._signature[mode] = chunks
         state = [problem is not None, changed or self.dynamic, key, input_rows, target_rows]
         state = torch.tensor(state, dtype=torch.int64, device=self.device)
         coll.all_reduce(state, "max", group=self.group, by="pipeline agrees on the batch")
@@ -299,7 +275,7 @@ class Pipeline(nn.Module):
             raise ValueError(f"inputs have {input_rows} rows, but targets have {target_rows}")
         self.mailbox.begin(key, forget=bool(changed))
         self._held.clear()
-        return list(input_parts), target_parts
+        return input_parts, list(target_parts)
 
     # ------------------------------------------------------------------ names
     def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
@@ -331,6 +307,8 @@ def _resolve(schedule: str | Schedule, size: int, microbatches: int, parts: list
     if bad := [type(part).__name__ for part in parts if not isinstance(part, nn.Module)]:
         raise TypeError(f"stages must be nn.Modules, not {', '.join(bad)}")
     whole = all(isinstance(part, Stage) and part.count == len(parts) for part in parts)
+    if whole and len(parts) % size:
+        raise ValueError(f"a model split into {len(parts)} parts cannot be dealt to {size} ranks")
     chunks = len(parts) // size if whole else len(parts)
     if isinstance(schedule, str):
         return build_schedule(schedule, size, microbatches, chunks)
@@ -350,8 +328,8 @@ def _own(parts: list, schedule: Schedule, rank: int) -> list[nn.Module]:
     for part, index in zip(parts, indices, strict=True):
         if isinstance(part, Stage) and (part.index, part.count) != (index, schedule.virtual_stages):
             raise ValueError(
-                f"rank {rank} was given part {part.index} of {part.count}, but {schedule.name} puts "
-                f"part {index} of {schedule.virtual_stages} there"
+                f"rank {rank} was given part {part.index} of {part.count}, but {schedule.name} "
+                f"puts part {index} of {schedule.virtual_stages} there"
             )
     return parts
 
@@ -363,7 +341,7 @@ def _agree(problem: str | None, settings: Any, group) -> None:
         raise ValueError("; ".join(problems) if len(problems) < len(everyone) else problem)
     if len(set(everyone)) > 1:
         raise ValueError(
-            "the ranks built different pipelines (schedule, ranks, micro-batches, chunks, dynamic): "
+            "the ranks built different pipelines (schedule, ranks, microbatches, chunks, dynamic): "
             + "; ".join(f"rank {rank} {text}" for rank, (_, text) in enumerate(everyone))
         )
 

@@ -267,7 +267,7 @@ class Schedule:
                     if other == rank and position[needed] > position[action]:
                         raise ScheduleError(f"{where}: {action} comes before {needed}")
         self.simulate()  # the order across ranks: raises if actions wait for each other in a circle
-        rendezvous(self, programs(self, ahead=0), ordered=True)
+        rendezvous(self, programs(self, ahead=0), ordered=True, blocking_receives=True)
         rendezvous(self, programs(self, ahead=3), ordered=False)
         for rank, (held, bound) in enumerate(zip(self.in_flight, self._bounds(), strict=True)):
             if held > bound:

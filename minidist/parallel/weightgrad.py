@@ -13,6 +13,7 @@ After the first part the graph of the micro-batch is free; two matrices per line
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import contextmanager
 
 import torch
@@ -68,13 +69,23 @@ class _Linear(torch.autograd.Function):
 
 
 @torch.no_grad()
-def accumulate(pending: list) -> None:
-    """Add the weight gradients written down in `pending` to `.grad`, and empty the list."""
+def accumulate(pending: list, also: Iterable[Tensor] = ()) -> None:
+    """Add the weight gradients written down in `pending` to `.grad`, and empty the list.
+
+    Goes through autograd, not `weight.grad += ...`: hooks of data parallelism must run. `also`:
+    other parameters that have to take part in this backward, with a gradient of zero.
+    """
+    tensors, grads = [], []
     while pending:
         weight, bias, input, grad_output = pending.pop()
         grad_output = grad_output.reshape(-1, grad_output.shape[-1])
         input = input.reshape(-1, input.shape[-1]).to(grad_output.dtype)
-        # Through autograd, not `weight.grad += ...`: hooks of data parallelism must run.
-        torch.autograd.backward(weight, (grad_output.t() @ input).to(weight.dtype))
+        tensors.append(weight)
+        grads.append((grad_output.t() @ input).to(weight.dtype))
         if bias is not None and bias.requires_grad:
-            torch.autograd.backward(bias, grad_output.sum(0).to(bias.dtype))
+            tensors.append(bias)
+            grads.append(grad_output.sum(0).to(bias.dtype))
+    met = {id(tensor) for tensor in tensors}
+    rest = [p for p in also if p.requires_grad and id(p) not in met]
+    if tensors or rest:
+        torch.autograd.backward(tensors + rest, grads + [torch.zeros_like(p) for p in rest])
