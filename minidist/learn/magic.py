@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import argparse
 import base64
+import linecache
 import pickle
 import re
 import shlex
-import time
+import threading
 import traceback
 
-from minidist.comm.launch import RankFailure, Ranks
+from minidist.comm.launch import RankFailure, Ranks, RanksInterrupted
 from minidist.learn import cell as rank_side
 from minidist.learn.ship import Shipment, names_assigned
 
@@ -31,10 +32,10 @@ MOST_LINES = 1000  # of one rank's output that stay visible
 _RESERVED = {"rank", "world_size"}  # mean the rank itself, whatever the notebook calls so
 _NEW_RANKS = "{n} new ranks: earlier variables are gone. / 新启动 {n} 个 rank，之前的变量已清空。"
 _RANKS_STAY = "The ranks are still there, with their variables. / 各 rank 仍在运行，变量保留。"
-_TOO_LATE = (
-    "A collective needs the same call from every rank. If the cell only needs more time, give it "
-    "--timeout SECONDS.\n"
-    "集合通信需要每个 rank 都做同样的调用。如果只是需要更长时间，请加 --timeout 秒数。"
+_TOO_LATE = "More time: %%ranks N --timeout SECONDS. / 需要更多时间：%%ranks N --timeout 秒数。"
+_DEADLOCK = (
+    "A collective needs the same call from every rank, in the same order; a send its receive.\n"
+    "集合通信需要所有 rank 以相同顺序做相同的调用；每个 send 都要有对应的 recv。"
 )
 _RANKS_ENDED = (
     "The ranks were ended. The next %%ranks cell starts new ones: rerun the cells that made their "
@@ -54,7 +55,8 @@ class RanksMagic:
 
     --out a,b     bring variables back: each becomes a list with one entry per rank (None where a
                   rank has no such variable)
-    --timeout S   end the cell after S seconds (default 30) and show where every rank was
+    --timeout S   end the cell after S seconds (default 60) and show where every rank was;
+                  ranks that wait for each other for ever are found within about 3 seconds
     --fresh       start new ranks first: nothing is left of earlier cells
     --fast        no checks that all ranks call the same collective with the same shape; for timing
     """
@@ -72,20 +74,20 @@ class RanksMagic:
         # The last input is this cell; `execution_count` may already be that of the next one.
         name = f"<cell In[{len(self.ipython.user_ns['In']) - 1}]>"
         _check_syntax(source, name)
+        # For the line at which a rank died: the rank cannot tell any more.
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         ranks, news = self._standing(options)
         values, refused = self._shipment.pack(source)
         self._shipment.assigned_on_ranks(names_assigned(source))
-        output = _Output(ranks.n, news)
         try:
-            answers = ranks.run(
-                rank_side.run_cell, name, source, values, options.out,
-                timeout=options.timeout, on_output=output.add,
-            )  # fmt: skip
-        except RankFailure as failure:
+            with _Output(ranks.n, news) as output:
+                answers = ranks.run(
+                    rank_side.run_cell, name, source, values, options.out,
+                    timeout=options.timeout, on_output=output.add,
+                )  # fmt: skip
+        except (RankFailure, RanksInterrupted) as failure:
             raise self._explained(failure, refused) from None
-        finally:
-            output.show()
-        output.show_figures([answer["figures"] for answer in answers])
+        _show_figures([answer["figures"] for answer in answers])
         self._bring_back(options.out, answers)
 
     def _standing(self, options) -> tuple[Ranks, str]:
@@ -114,7 +116,7 @@ class RanksMagic:
             ]
         self._shipment.assigned_on_ranks(set(names))
 
-    def _explained(self, failure: RankFailure, refused: dict[str, str]) -> RankFailure:
+    def _explained(self, failure, refused: dict[str, str]) -> RankFailure | RanksInterrupted:
         story = _NOTEBOOK_FILE.sub(self._cell_of, str(failure))
         lines = [story]
         for name, reason in refused.items():
@@ -122,8 +124,10 @@ class RanksMagic:
                 lines.append(f"`{name}` of the notebook cannot be sent to a rank: {reason}")
         if story.startswith("not finished"):
             lines.append(_TOO_LATE)
+        elif story.startswith("deadlock"):
+            lines.append(_DEADLOCK)
         lines.append(_RANKS_STAY if self._in_step() else _RANKS_ENDED)
-        return RankFailure("\n".join(lines), failure.rank, failure.traceback, failure.states)
+        return type(failure)("\n".join(lines), failure.rank, failure.traceback, failure.states)
 
     def _in_step(self) -> bool:
         """After an error: whether the ranks can go on together, with their variables."""
@@ -158,7 +162,7 @@ def _parse(line: str) -> argparse.Namespace:
     parser = _Parser(prog="%%ranks", add_help=False, allow_abbrev=False)
     parser.add_argument("n", type=_at_least_one, nargs="?")
     parser.add_argument("--out", type=_names, default=[])
-    parser.add_argument("--timeout", type=_seconds, default=30.0)
+    parser.add_argument("--timeout", type=_seconds, default=60.0)
     parser.add_argument("--fresh", action="store_true")
     parser.add_argument("--fast", action="store_true")
     return parser.parse_args(shlex.split(line, comments=True))
@@ -209,15 +213,26 @@ def _check_syntax(source: str, name: str) -> None:
 
 
 class _Output:
-    """What the ranks print: one display, grouped by rank, updated as lines come."""
+    """What the ranks print: one display, grouped by rank, updated while the cell runs."""
 
     def __init__(self, n: int, news: str):
         self.news = [news] if news else []
         self.lines: list[list[str]] = [[] for _ in range(n)]
         self.unfinished: list[str] = [""] * n  # the present state of a progress bar
         self.handle = None
-        self.shown_at = 0.0
         self.shown = ""
+        # A thread of its own: the last line before a long silence must appear as well.
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> _Output:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.over.set()
+        self.thread.join()
+        self._show()
 
     def add(self, rank: int, stream: str, line: str) -> None:
         if stream == "stderr" and _TORCH_LOG.match(line):
@@ -225,24 +240,26 @@ class _Output:
         if line.endswith("\r"):
             self.unfinished[rank] = line.rstrip("\r").rpartition("\r")[2]
         else:
-            self.unfinished[rank] = ""
             self.lines[rank].append(line.rpartition("\r")[2])
-        if time.monotonic() - self.shown_at > REFRESH:
-            self.show()
+            self.unfinished[rank] = ""
 
     def text(self) -> str:
         shown = list(self.news)
         for rank, lines in enumerate(self.lines):
-            lines = lines + [self.unfinished[rank]] * bool(self.unfinished[rank])
+            unfinished = self.unfinished[rank]
             if len(lines) > MOST_LINES:
                 shown.append(f"[rank {rank}] ... {len(lines) - MOST_LINES} earlier lines")
             shown += [f"[rank {rank}] {line}" for line in lines[-MOST_LINES:]]
+            shown += [f"[rank {rank}] {unfinished}"] if unfinished else []
         return "\n".join(shown)
 
-    def show(self) -> None:
+    def _follow(self) -> None:
+        while not self.over.wait(REFRESH):
+            self._show()
+
+    def _show(self) -> None:
         from IPython.display import display
 
-        self.shown_at = time.monotonic()
         text = self.text()
         if text == self.shown:
             return
@@ -253,14 +270,15 @@ class _Output:
         else:
             self.handle.update(bundle, raw=True)
 
-    def show_figures(self, figures: list[list[bytes]]) -> None:
-        from IPython.display import display
 
-        for rank, pictures in enumerate(figures):
-            for picture in pictures:
-                display({"text/plain": f"[rank {rank}] figure"}, raw=True)
-                bundle = {
-                    "image/png": base64.b64encode(picture).decode(),
-                    "text/plain": f"<figure of rank {rank}>",
-                }
-                display(bundle, raw=True)
+def _show_figures(figures: list[list[bytes]]) -> None:
+    from IPython.display import display
+
+    for rank, pictures in enumerate(figures):
+        for picture in pictures:
+            display({"text/plain": f"[rank {rank}] figure"}, raw=True)
+            bundle = {
+                "image/png": base64.b64encode(picture).decode(),
+                "text/plain": f"<figure of rank {rank}>",
+            }
+            display(bundle, raw=True)
