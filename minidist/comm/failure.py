@@ -18,7 +18,7 @@ _LIBRARIES = (
 )
 # What torch says with debug=True; sorted by rank it is the same on both of them.
 _MISMATCH = re.compile(
-    r"Rank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+, "
+    r"Rank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?"
     r"OpType=(\w+)(?:, TensorShape=\[([^]]*)\], TensorDtypes=(\w+))?"
 )
 _LAST_WORDS = 15  # lines on stderr before the end of a rank that are shown
@@ -68,7 +68,8 @@ def failed(
         lines = [f"rank {first} {_first_line(said[first])}", format_error(cause, shorten=True)]
     for rank, words in said.items():
         if rank != first:
-            lines.append(f"rank {rank}: {'same error' if rank in same else _first_line(words)}")
+            words = _first_line(words) + (_at(errors[rank]) if rank in errors else "")
+            lines.append(f"rank {rank}: {'same error' if rank in same else words}")
     return RankFailure(_joined(lines, snaps), first, format_error(cause), said)
 
 
@@ -121,7 +122,14 @@ def _crash_frames(crash: str) -> list[Frame]:
 def _first_cause(errors: dict[int, dict]) -> int:
     # A lost connection is only the echo of what happened elsewhere, even when it is heard first.
     first = min(errors, key=lambda r: (errors[r]["consequence"], list(errors).index(r)))
-    return min(r for r in errors if _plain(errors[r]["text"]) == _plain(errors[first]["text"]))
+    return min(r for r in errors if _kind(errors[r]) == _kind(errors[first]))
+
+
+def _kind(error: dict) -> tuple:
+    """The same for errors of which none came first: then the lowest rank is told, every time."""
+    kind = "mismatch" if _MISMATCH.search(error["text"]) else error["text"].partition(":")[0]
+    place = "" if kind == "mismatch" else _at(error)
+    return error["consequence"], bool(error.get("died")), kind, place
 
 
 def _missing(snaps: dict[int, dict], waiting: set[int], n: int) -> int:
@@ -146,17 +154,30 @@ def states(
     """For every rank, in words, what it did or is doing."""
     said = {}
     for rank in range(n):
-        if rank not in errors:
-            said[rank] = doing(snaps[rank]) if rank in snaps else silent[rank]
-        elif errors[rank].get("died"):
-            said[rank] = errors[rank]["text"]
-        elif errors[rank]["consequence"]:
-            late = "Timed out" in errors[rank]["text"]
-            where = _place(errors[rank]["chain"][0]["frames"])
-            said[rank] = f"{'timed out' if late else 'lost the connection to a rank'}, {where}"
+        if rank in errors:
+            said[rank] = outcome(errors[rank])
         else:
-            said[rank] = f"raised {_plain(errors[rank]['text'])}"
+            said[rank] = doing(snaps[rank]) if rank in snaps else silent[rank]
     return said
+
+
+def outcome(error: dict) -> str:
+    """How a rank failed, in words."""
+    if error.get("died"):
+        return error["text"]
+    if error["consequence"]:
+        how = "timed out" if "Timed out" in error["text"] else "lost the connection to a rank"
+        return f"{how}, {_place(error['chain'][0]['frames'])}"
+    return f"raised {_plain(error['text'])}"
+
+
+def _at(error: dict) -> str:
+    """The line of the user's code that raised; "" where the outcome already tells the place."""
+    frames = [f for f in error["chain"][0]["frames"] if not is_library(f[0])]
+    if error.get("died") or error["consequence"] or not frames:
+        return ""
+    line = source(frames[-1])
+    return f" at {frames[-1][0]}:{frames[-1][1]}" + (f": {line}" if line else "")
 
 
 def _joined(lines: list[str], snaps: dict[int, dict]) -> str:
@@ -166,9 +187,11 @@ def _joined(lines: list[str], snaps: dict[int, dict]) -> str:
 
 def _plain(text: str) -> str:
     """torch's report of a mismatch in a few words; anything else as it is."""
-    calls = sorted(set(_MISMATCH.findall(text)))
+    calls = _MISMATCH.findall(text)
     if not calls:
         return text
+    # A rank reports itself correctly; of another one, torch reads only calls with a shape rightly.
+    calls = sorted({calls[0], *(call for call in calls if call[3])})
     said = [f"rank {r} calls {op} [{shape}] {dtype}".rstrip(" []") for r, op, shape, dtype in calls]
     return f"{text.partition(':')[0]}: the ranks call different collectives: {', '.join(said)}"
 
@@ -186,8 +209,9 @@ def doing(snap: dict) -> str:
         return "finished"  # back in the loop that waits for the next call
     text = _place(snap["frames"])
     pending = [r for r in snap["records"] if not r["done"]]
-    if pending:
-        r = pending[0]
+    if pending and watchdog.waiting_in(snap["frames"]):
+        lines = {(file, line) for file, line, _, _ in snap["frames"]}
+        r = next((r for r in pending if tuple(r["site"][:2]) in lines), pending[0])
         peer = "" if r["peer"] is None else f" with rank {r['peer']}"
         by = f", {r['by']}" if r["by"] else ""
         text += f"  [{r['op']}{peer}{watchdog.size(r)}{by}, for {r['age']:.1f} s]"

@@ -24,6 +24,11 @@ _RECORDS = 64  # of the ledger, in a snapshot
 _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
 # Where a rank waits for others: the name of the function in these files says in what.
 _WAITING_IN = ("distributed_c10d.py", os.path.join(_COMM, "collectives.py"))
+# What calls the user's code on a rank: functions, and cells of a notebook.
+_CALLERS = (
+    os.path.join(_COMM, "worker.py"),
+    os.path.join(os.path.dirname(_COMM[:-1]), "learn", "cell.py"),
+)
 # What an error says on a rank whose peer has gone or never came.
 _CONSEQUENCES = (
     "Connection closed by peer",
@@ -34,6 +39,7 @@ _CONSEQUENCES = (
     "Application timeout caused pair closure",
     "Socket closed",
     "remote process exited",
+    "failed to pass monitoredBarrier",  # torch's check of collectives, when a rank has gone
 )
 
 Frame = tuple[str, int, str, str]  # file, line, function, source line ("" where not known here)
@@ -113,8 +119,8 @@ def describe(error: BaseException) -> dict:
 
 
 def own(frames: list[Frame]) -> list[Frame]:
-    """From the user's function on: the loop of the rank that calls it says nothing."""
-    loop = [i for i, f in enumerate(frames) if f[0] == os.path.join(_COMM, "worker.py")]
+    """From the user's code on: what calls it on a rank says nothing."""
+    loop = [i for i, f in enumerate(frames) if f[0] in _CALLERS]
     return frames[loop[-1] + 1 :] if loop else frames
 
 
@@ -266,10 +272,13 @@ class Beacon:
 
     def failed(self, error: BaseException) -> None:
         """This rank raises `error`. If that is the echo of a lost or missing rank, say of which."""
+        from minidist.comm.failure import outcome
+
         said = describe(error)
-        self.close(f"raised {said['text']}")
+        self.close(outcome(said))
         if said["consequence"]:
-            time.sleep(2 * ROUND)  # the rank that failed may still be saying so
+            # The rank that failed may still be saying so; torchrun ends the others soon after it.
+            time.sleep(0.1)
             if hasattr(error, "add_note"):
                 error.add_note(self.table())
             else:
