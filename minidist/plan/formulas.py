@@ -28,7 +28,9 @@ def gpt_flops(batch, seq, layers, hidden, vocab, recompute="full"):
     """FLOPs of one iteration over `batch` sequences.
 
     ``"full"``: Narayanan 2021 equation 3 (96...). ``"none"``: model FLOPs, Korthikanti 2022
-    equation 7 (72...). ``"selective"``: hardware FLOPs, equation 8.
+    equation 7 (72...). ``"selective"``: hardware FLOPs, equation 8 as printed, whose s/(3h) counts
+    three forwards of the attention core as recomputed; one is what the recomputation does, and what
+    `Transformer.training_flops` counts (s/(4.5h)).
     """
     tokens = batch * seq
     if recompute == "full":
