@@ -291,10 +291,14 @@ class Memory:
         """`storage.resize_()` was called, which is no operation and has no other trace."""
         with self._lock:
             self._work_off()
-            entry = self._live.get(storage._cdata)
+            entry, nbytes = self._live.get(storage._cdata), storage.nbytes()
             if entry is not None:
-                self._resize(entry, storage.nbytes())
-                self.settle()
+                self._resize(entry, nbytes)
+            elif nbytes:
+                # Was empty when we began (a unit that FSDP had freed): it comes now, and was not
+                # there all along, as a storage first met as an operand would be.
+                self._adopt(storage, nbytes, storage.device.type, None, False)
+            self.settle()
 
     def save(self, storage, tensor: Tensor) -> _Entry | None:
         """Autograd keeps a tensor in this storage for backward; `release` undoes it.

@@ -18,6 +18,7 @@ Chapter 5; document 5.2; Rajbhandari et al. 2020, "ZeRO", sections 5.1, 5.2 and 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +97,7 @@ class ZeroOptimizer(Optimizer):
         self.buckets: list[Bucket] = []
         self._place: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._sync = True
+        self.reduce_in_backward = True  # False: gradients stay in .grad until step() takes them
         self._next = 0  # the bucket to be reduced next: all ranks must use one order
         self._callback_queued = False
         # A reduction in flight needs a receive buffer, and keeps its bucket's full gradient alive:
@@ -182,6 +184,8 @@ class ZeroOptimizer(Optimizer):
             self._sync = before
 
     def _on_gradient(self, param: nn.Parameter) -> None:
+        if not self.reduce_in_backward:
+            return
         bucket, i = self._place[param]
         self._collect(bucket, i, param)
         if not self._sync:
@@ -262,6 +266,9 @@ class ZeroOptimizer(Optimizer):
         self._next, self._callback_queued = 0, False
 
     def _finish_reductions(self) -> None:
+        for param, (bucket, i) in self._place.items():
+            if param.grad is not None:  # put there by hand, or not taken in backward
+                self._collect(bucket, i, param)
         if any(b.filled or (b.work is None and b.mean is None) for b in self.buckets):
             self._end_of_backward()  # gradients of no_sync(), or a backward that reached nothing
         for bucket in self.buckets:
@@ -328,6 +335,15 @@ class ZeroOptimizer(Optimizer):
             bucket.mean.mul_(scale.to(bucket.mean.dtype))
         return norm
 
+    def mean_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter with the part of its mean gradient that this rank owns (1-D, to be scaled
+        in place), between backward and step. Collective when reductions are still to be made."""
+        self._finish_reductions()
+        for bucket in self.buckets:
+            for piece in bucket.layout.pieces(self.rank):
+                part = bucket.mean.narrow(0, piece.shard_start, piece.stop - piece.start)
+                yield bucket.params[piece.index], part
+
     def _valid(self, bucket: Bucket) -> int:
         begin = self.rank * bucket.layout.shard_numel
         return max(0, min(bucket.layout.shard_numel, bucket.layout.numel - begin))
@@ -345,7 +361,8 @@ class ZeroOptimizer(Optimizer):
             need = max(b.layout.padded_numel for b in same)
         if bucket.grad_buffer is None:
             bucket.grad_buffer = torch.empty(need, dtype=dtype, device=bucket.full.device)
-            tag(bucket.grad_buffer, "gradients")
+            # Stage 2 keeps shards; what passes through these buffers is not kept by anybody.
+            tag(bucket.grad_buffer, "gradients" if self.stage == 1 else "buffers")
         bucket.grad = bucket.grad_buffer[: bucket.layout.padded_numel]
         bucket.layout.clean_padding(bucket.grad)
         bucket.grad_views = bucket.layout.views(bucket.grad)
