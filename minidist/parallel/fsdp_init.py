@@ -1,0 +1,262 @@
+"""How FSDP divides a model: which module is a unit, and which unit holds which parameter.
+
+    units=[Block]                     embed.weight ----+
+                                      blocks.0.* -> unit "blocks.0"   (inside the root)
+    root unit: all that is in no      blocks.1.* -> unit "blocks.1"   (inside the root)
+    other unit, also parameters       head.weight -----+--> root unit
+    that several units share
+
+A parameter belongs to the innermost unit around all the modules that register it. A weight tied
+between two units therefore belongs to a unit around both, and is whole while either computes.
+
+A model built on the meta device gets its memory here, unit by unit: at no time is more whole than
+the units that are just being filled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from minidist.comm.mesh import resolve_group
+from minidist.parallel.fsdp_unit import FlatShard, Placement, Unit
+
+STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
+Match = Callable[[nn.Module], bool]
+
+
+def as_match(argument: object, what: str) -> Match:
+    """A test for modules from what the user gave: classes, modules, or a predicate."""
+    if argument is None:
+        return lambda module: False
+    if isinstance(argument, (type, nn.Module)):
+        argument = (argument,)
+    if isinstance(argument, Iterable):
+        entries = tuple(argument)
+        wrong = [e for e in entries if not isinstance(e, (type, nn.Module))]
+        if wrong:
+            raise TypeError(f"{what} must be module classes or a predicate, got {wrong[0]!r}")
+        classes = tuple(e for e in entries if isinstance(e, type))
+        modules = {id(e) for e in entries if isinstance(e, nn.Module)}
+        return lambda module: isinstance(module, classes) or id(module) in modules
+    if callable(argument):
+        return argument
+    raise TypeError(f"{what} must be module classes or a predicate, got {argument!r}")
+
+
+def resolve_groups(strategy: str, group) -> tuple[object, object]:
+    """(group to shard over, group to replicate over); None for a group of one rank."""
+    if strategy == "HYBRID_SHARD":
+        shards, replicas = _hybrid_groups(group)
+    elif strategy == "NO_SHARD":
+        shards, replicas = None, resolve_group(group)
+    else:
+        shards, replicas = resolve_group(group), None
+    return tuple(g if g is not None and g.size() > 1 else None for g in (shards, replicas))
+
+
+def _hybrid_groups(group):
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 2:
+            raise ValueError(
+                f"HYBRID_SHARD needs a mesh of two dimensions (replicas, shards), got {group.ndim}"
+            )
+        return group.get_group(1), group.get_group(0)
+    if isinstance(group, (tuple, list)):
+        if len(group) != 2:
+            raise ValueError("HYBRID_SHARD needs the pair (shard_group, replica_group)")
+        return resolve_group(group[0]), resolve_group(group[1])
+    if group is not None:
+        raise ValueError(
+            "HYBRID_SHARD needs a 2-D mesh (replicas, shards), a pair (shard_group, "
+            "replica_group), or None to shard inside each machine of LOCAL_WORLD_SIZE ranks"
+        )
+    world = resolve_group(None).size()
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if world % local:
+        raise ValueError(f"{world} ranks do not divide into machines of {local} (LOCAL_WORLD_SIZE)")
+    shards, _ = dist.new_subgroups(local)
+    columns = [list(range(place, world, local)) for place in range(local)]
+    replicas, _ = dist.new_subgroups_by_enumeration(columns)
+    return shards, replicas
+
+
+class Plan:
+    """Which parameter belongs to which unit, before anything is changed.
+
+    `units`: the root first, then the others as they appear in the model. `members[unit]`: names of
+    its parameters. `params`, `places`: per name the parameter, and every (module, attribute) where
+    it is registered. `replicated`: names of the ignored parameters.
+    """
+
+    def __init__(self, module: nn.Module, units: object, ignored: object, wrapper: type):
+        self._is_unit, self._is_ignored = as_match(units, "units"), as_match(ignored, "ignored")
+        self._wrapper = wrapper
+        self._names = {id(param): name for name, param in module.named_parameters()}
+        self.params = dict(module.named_parameters())
+        self.places: dict[str, list[tuple[nn.Module, str]]] = {}
+        self._users: dict[str, list[Unit]] = {}
+        self._skipped: set[str] = set()  # sharded already, by a wrapper inside this model
+        self.replicated: list[str] = []
+        root = Unit("", module, None)
+        self.units = [root]
+        self.unit_of: dict[nn.Module, Unit] = {}
+        self._visit(module, "", root)
+        if units is not None and len(self.units) == 1 and not self._is_unit(module):
+            raise ValueError(f"no module of this {type(module).__name__} matches units={units!r}")
+        self.replicated = [n for n in self.params if n in self.replicated]
+        self.members: dict[Unit, list[str]] = {unit: [] for unit in self.units}
+        for name in self.params:
+            if name in self.places and name not in self.replicated and name not in self._skipped:
+                self._assign(name)
+        # A unit without parameters of its own has nothing to gather.
+        self.units = [u for u in self.units if u is root or self.members[u] or u.lenders]
+        for unit in self.units[1:]:
+            outer = unit.parent
+            while outer is not None:
+                outer.inner.append(unit)
+                outer = outer.parent
+
+    def _visit(self, module: nn.Module, path: str, unit: Unit) -> None:
+        if module in self.unit_of:
+            return
+        self.unit_of[module] = unit
+        if isinstance(module, self._wrapper):
+            self._skipped.update(self._names[id(p)] for p in module.parameters())
+            return
+        if self._is_ignored(module):
+            self.replicated += [self._names[id(p)] for p in module.parameters()]
+            self.unit_of.update(dict.fromkeys(module.modules(), unit))
+            return
+        for attribute, param in module._parameters.items():
+            if param is not None:
+                name = self._names[id(param)]
+                self.places.setdefault(name, []).append((module, attribute))
+                self._users.setdefault(name, []).append(unit)
+        for attribute, child in module.named_children():
+            child_path = f"{path}.{attribute}" if path else attribute
+            inside = unit
+            if child not in self.unit_of and self._is_unit(child) and not self._is_ignored(child):
+                if type(child).forward is nn.Module.forward:  # ModuleList and the like
+                    raise ValueError(
+                        f"{child_path!r} ({type(child).__name__}) cannot be a unit: it has no "
+                        "forward around which to gather. Choose the modules inside it"
+                    )
+                inside = Unit(child_path, child, unit)
+                self.units.append(inside)
+            self._visit(child, child_path, inside)
+
+    def _assign(self, name: str) -> None:
+        """The innermost unit around all users; those that are not it borrow the parameter."""
+        users = self._users[name]
+        around = [_and_outer(user) for user in users]
+        holder = next(unit for unit in around[0] if all(unit in outer for outer in around))
+        self.members[holder].append(name)
+        for user in users:
+            if user is not holder and holder not in user.lenders:
+                user.lenders.append(holder)
+
+    def check(self) -> None:
+        """What cannot be sharded, said before anything is changed."""
+        for name, param in self.params.items():
+            if name in self._skipped or name in self.replicated:
+                continue
+            if is_lazy(param):
+                raise ValueError(
+                    f"parameter {name!r} has no shape yet (lazy module): run one forward before "
+                    "wrapping"
+                )
+            if getattr(param, "minidist_fsdp", False):
+                raise ValueError(
+                    f"parameter {name!r} is sharded already: this module was wrapped before. Use "
+                    "that wrapper, or build the model anew"
+                )
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"parameter {name!r} has a gradient hook, which would never run: autograd "
+                    "sees the gathered parameter, not this one. Remove it, or put the parameter's "
+                    "module into `ignored`"
+                )
+
+    def build(
+        self, placement: Placement, init: Callable[[nn.Module], None] | None
+    ) -> list[FlatShard]:
+        """Collective. Shard unit after unit, giving meta parameters their memory on the way."""
+        flats: list[FlatShard] = []
+        left = {unit: set(self.members[unit]) for unit in self.units}
+        for module in self.unit_of:  # in the order of registration: random numbers as without meta
+            _materialise(module, self, placement.device, init)
+            for unit in self.units:
+                if left[unit] and not any(self.params[n].is_meta for n in left[unit]):
+                    left[unit] = set()
+                    flats += self._shard(unit, placement, len(flats))
+        return flats
+
+    def _shard(self, unit: Unit, placement: Placement, number: int) -> list[FlatShard]:
+        kinds: dict[tuple, list[str]] = {}
+        for name in self.members[unit]:
+            param = self.params[name]
+            # Frozen parameters apart: they are gathered, but have no gradients to send.
+            kinds.setdefault((param.dtype, param.requires_grad), []).append(name)
+        for names in kinds.values():
+            params, places = [self.params[n] for n in names], [self.places[n] for n in names]
+            unit.flats.append(FlatShard(names, params, places, placement, number))
+            number += 1
+        return unit.flats
+
+
+def compute_device(module: nn.Module, group) -> torch.device:
+    """Where the model computes: its own device, or this rank's GPU if the group talks over NCCL."""
+    given = next((t.device for t in (*module.parameters(), *module.buffers())), None)
+    if given is not None and given.type not in ("cpu", "meta"):
+        return given
+    if group is not None and "nccl" in dist.get_backend_config(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _and_outer(unit: Unit) -> list[Unit]:
+    chain = [unit]
+    while chain[-1].parent is not None:
+        chain.append(chain[-1].parent)
+    return chain
+
+
+def _materialise(module: nn.Module, plan: Plan, device: torch.device, init) -> None:
+    """Memory and first values for what `module` itself registers on the meta device."""
+    own = [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    if not any(t.is_meta for t in own):
+        return
+    fresh = False
+    for attribute, param in module._parameters.items():
+        if param is not None and param.is_meta:
+            name = plan._names[id(param)]
+            if plan.params[name].is_meta:  # else a tied weight that came with another module
+                fresh = True
+                empty = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                plan.params[name] = empty
+                plan._names[id(empty)] = name
+            module._parameters[attribute] = plan.params[name]
+    for attribute, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            fresh = True
+            module._buffers[attribute] = torch.empty_like(buffer, device=device)
+    if not fresh:
+        return
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    with torch.no_grad():
+        if init is not None:
+            init(module)
+        elif reset is not None:
+            reset()
+        else:
+            raise ValueError(
+                f"{type(module).__name__} was built on the meta device and has no "
+                "reset_parameters(): pass init=function(module) that gives its parameters values"
+            )
