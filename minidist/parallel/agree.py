@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from minidist.comm import collectives as coll
 
@@ -62,7 +63,8 @@ def _describe(kind: str, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str,
     for number, (name, tensor) in enumerate(named):
         dtype = str(tensor.dtype).removeprefix("torch.")
         grad = "requires grad" if tensor.requires_grad else "no grad"
-        what = f"{name!r} {dtype} {list(tensor.shape)} on {tensor.device.type}, {grad}"
+        shape = "of unknown shape" if is_lazy(tensor) else list(tensor.shape)
+        what = f"{name!r} {dtype} {shape} on {tensor.device.type}, {grad}"
         lines.append((f"{kind} number {number}", what))
     return lines
 

@@ -1,0 +1,421 @@
+"""Distributed data parallel: every rank keeps the whole model, and gradients are averaged.
+
+    kept by each rank    parameters   gradients   optimizer states      (nothing is sharded)
+                         whole        whole       whole
+
+    backward             gradient ready    copy it into its bucket, divided by N
+                         bucket full       start its all-reduce, go on with backward   } overlap
+                         backward ends     wait for all of them; .grad is the mean
+
+One backward reads from top to bottom in `_Backward`: hook -> bucket -> collective -> wait. `.grad` is
+a view of the bucket, so the reduced gradient is never copied back. An all-reduce moves 2(N-1)/N of the
+parameter bytes per rank and step: twice the parameters, "2x" in the document, only for large N.
+
+The first backward only learns: it sends nothing until its end, then rebuilds the buckets in the order
+in which gradients arrived on rank 0. Registration order is only a guess at that order. It also learns
+which parameters get gradients from nested backwards (reentrant checkpointing), in several parts: those
+never leave before the end of backward.
+
+Chapter 2; document section 2; Li et al. 2020, "PyTorch Distributed", sections 3.2 and 4.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from minidist.comm import collectives as coll
+from minidist.comm.mesh import resolve_group
+from minidist.measure import tag
+from minidist.parallel import hooks, uneven
+from minidist.parallel.agree import check_same_parameters
+from minidist.parallel.buckets import GradBucket, plan_buckets
+from minidist.parallel.replica import Replica, leaves_behind, tensors_in
+from minidist.parallel.unusual import settle
+
+# Which DDP averages a parameter. Not an attribute of the parameter: that would be pickled with it.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# When a whole training step is compiled, dynamo would try to compile the hooks that backward calls.
+# This form of torch.compiler.disable does not import dynamo before the first call.
+_not_compiled = torch._disable_dynamo
+
+
+class DDP(Replica):
+    """Wrap `module` so that `.grad` is the mean over ranks when `backward()` returns.
+
+    Construction is collective: all ranks compare their parameters, and take rank 0's values.
+
+    `bucket_cap_mb`, `first_bucket_mb`: MiB per bucket (None: one bucket, 0: one per parameter).
+    `broadcast_buffers`: after each training forward all ranks take rank 0's buffers. A changed buffer
+    is replaced, not overwritten: an earlier forward may have saved the old one for its backward.
+    `find_unused_parameters`: a parameter that a backward does not reach counts as zeros; if no rank
+    reached it, its `.grad` stays as it was. Without this option `backward()` raises on all ranks and
+    names it. `comm_hook`: how a bucket is reduced, see `hooks.py`.
+
+    Gradients add up over backwards, as without a wrapper; each backward outside `no_sync()` averages.
+    They add up in the parameter's dtype. `torch.autograd.grad` returns this rank's own values, and
+    `.grad` has no graph of its own after `backward(create_graph=True)`. In a group of one rank DDP
+    does nothing. A parameter belongs to the DDP that wrapped it last.
+    """
+
+    _runtime = (
+        "group", "buckets", "_names", "_params", "_place", "_bucketed", "_learning",
+        "_sync", "_active", "_dry_run", "_running", "_in_flight", "_forwards", "_announcements", "_in_parts",
+        "_handles",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        bucket_cap_mb: float | None = 25,
+        first_bucket_mb: float | None = 1,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
+        comm_hook: Callable[[GradBucket], Any] | None = None,
+        group=None,
+    ):
+        super().__init__(module)
+        for name, size in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
+            if size is not None and size < 0:
+                raise ValueError(f"{name} must be None or at least 0, got {size}")
+        self.bucket_cap_mb, self.first_bucket_mb = bucket_cap_mb, first_bucket_mb
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.comm_hook = comm_hook or hooks.all_reduce
+        self._enter(resolve_group(group))
+
+    def forward(self, *args, **kwargs):
+        if self.group is None:  # unpickled: all ranks meet again at their first forward
+            self._enter(resolve_group(None))
+        output = self.module(*args, **kwargs)
+        if self._active and torch.is_grad_enabled():
+            self._after_forward(output)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients add up locally, nothing is sent. For all but the last micro-batch of a step.
+
+        The *backward* decides: only a `backward()` outside averages, and it averages all that has
+        added up, wherever the forwards ran. A forward inside does not broadcast buffers.
+        """
+        before, self._sync = self._sync, False
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    @contextmanager
+    def join(self, divide_by: str = "world") -> Iterator[None]:
+        """`with ddp.join():` around a loop with different numbers of batches per rank.
+
+        A rank that leaves the block early answers the others with zeros until all have left; then all
+        take the parameters and buffers of a rank that trained to the end. (Optimizer states of the
+        early ranks miss those last steps.) `divide_by`: gradients are divided by the number of ranks
+        of the group ("world"), or of those that still had data in that step ("active").
+        """
+        if divide_by not in ("world", "active"):
+            raise ValueError(f"divide_by must be 'world' or 'active', got {divide_by!r}")
+        if not self._active:
+            yield
+            return
+        with uneven.only_one(self.group):
+            device = self._params[0].device
+            self._announcements = uneven.Announcements(self.group, device, divide_by)
+            try:
+                yield
+                self._announcements.answer({
+                    uneven.BUFFERS: lambda present: self._send_buffers(present[0]),
+                    uneven.BACKWARD: lambda present: _Backward(self, absent=True).finish(),
+                })  # fmt: skip
+                self._send_values(self._announcements.last_present[0])
+            finally:
+                self._announcements = None
+
+    # --- construction -------------------------------------------------------------------------
+
+    def _enter(self, group) -> None:
+        """Collective: agree on the model, take rank 0's values, listen for gradients."""
+        self.group = group
+        named = list(self.module.named_parameters())
+        if group.size() > 1:
+            check_same_parameters(
+                named, group, extra=self._settings(named), who="DDP",
+                named_buffers=self.module.named_buffers(),
+            )  # fmt: skip
+        unready = [name for name, p in named if is_lazy(p) or p.is_meta]
+        if unready:
+            raise ValueError(
+                f"DDP: parameters without values: {', '.join(unready)}. Before wrapping, run a forward "
+                "(lazy modules) or to_empty() and an initialisation (meta device)"
+            )
+        if not any(p.requires_grad for _, p in named):
+            raise ValueError(
+                "DDP: no parameter requires a gradient, so there is nothing to average"
+            )
+        if group.size() > 1:
+            self._send_values(0)
+        self._listen()
+
+    def _settings(self, named: list[tuple[str, nn.Parameter]]) -> dict[str, Any]:
+        """What must agree besides parameters and buffers. Buckets follow the memory of dense tensors."""
+        keys = ("bucket_cap_mb", "first_bucket_mb", "broadcast_buffers", "find_unused_parameters")
+        hook = getattr(self.comm_hook, "__qualname__", None) or repr(self.comm_hook)
+        strides = {
+            f"strides of {name}": param.stride()
+            for name, param in named
+            if not is_lazy(param) and not param.is_contiguous()
+        }
+        return {**{key: getattr(self, key) for key in keys}, "comm_hook": hook, **strides}
+
+    def _listen(self) -> None:
+        """Start to follow the gradients of the module's parameters. Not collective."""
+        named = dict(self.module.named_parameters())
+        self._names, self._params = list(named), list(named.values())
+        self._sync = True
+        self._active = self.group.size() > 1  # and no other DDP has taken over
+        self._dry_run = dist.get_backend(self.group) == "fake"
+        self._running: weakref.ref[_Backward] | None = None
+        self._in_flight: list[Any] = []
+        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._announcements: uneven.Announcements | None = None  # inside join()
+        self._in_parts: set[int] = set()  # parameters that nested backwards give gradients to
+        self._handles: dict[int, Any] = {}
+        for buffer in self.module.buffers():
+            tag(buffer, "buffers")
+        if self._active:
+            self._take_over()
+            self._make_buckets([i for i, p in enumerate(self._params) if p.requires_grad][::-1])
+
+    def _take_over(self) -> None:
+        """Averaging twice would divide twice: an older wrapper of the same parameters retires."""
+        mine = set(map(id, self._params))
+        for name, param in zip(self._names, self._params, strict=True):
+            owner = _owners.get(param, lambda: None)()
+            if owner is not None and owner is not self:
+                if not mine.issuperset(map(id, owner._params)):
+                    raise RuntimeError(
+                        f"DDP: parameter {name!r} belongs to a larger module that is already wrapped: "
+                        "wrap only the outer one"
+                    )
+                for handle in owner._handles.values():
+                    handle.remove()
+                owner._handles, owner._active = {}, False
+            _owners[param] = weakref.ref(self)
+
+    def _make_buckets(self, order: list[int], *, learned: bool = False) -> None:
+        """Plan buckets for these parameters (indices, the first to arrive first), and hook them."""
+        self._learning = not learned
+        self._bucketed = [index in set(order) for index in range(len(self._params))]
+        plan = plan_buckets(self._params, order, self.bucket_cap_mb, self.first_bucket_mb)
+        self.buckets: list[GradBucket] = []
+        self._place: dict[int, tuple[GradBucket, int]] = {}
+        for number, indices in enumerate(plan):
+            names, params = [self._names[i] for i in indices], [self._params[i] for i in indices]
+            last = number == len(plan) - 1
+            self.buckets.append(GradBucket(number, names, params, self.group, flag=last))
+            self._place |= {i: (self.buckets[-1], slot) for slot, i in enumerate(indices)}
+        me = weakref.ref(self)  # a strong one would keep a wrapper alive that was thrown away
+
+        @_not_compiled
+        def ready(param: nn.Parameter, index: int) -> None:
+            ddp = me()
+            if ddp is not None and ddp._sync:
+                ddp._backward().arrive(index, param)
+
+        for index in self._place.keys() - self._handles.keys():
+            hook = partial(ready, index=index)
+            self._handles[index] = self._params[index].register_post_accumulate_grad_hook(hook)
+
+    def _mean(self, index: int) -> Tensor:
+        """A parameter's gradient, as it lies in its bucket."""
+        bucket, slot = self._place[index]
+        return bucket.tensors[slot].detach()
+
+    def _wait_for_buckets(self) -> None:
+        for work in self._in_flight:
+            work.wait()
+        self._in_flight.clear()
+
+    # --- between forward and backward ---------------------------------------------------------
+
+    @_not_compiled
+    def _after_forward(self, output: Any) -> None:
+        if self.broadcast_buffers and self.training and self._sync and self._buffer_places():
+            self._send_buffers(self._announce(uneven.BUFFERS)[0])
+        tensors = [t for t in tensors_in(output) if t.grad_fn is not None]
+        if tensors:
+            forward = _Forward(self, tensors)
+            self._forwards.add(forward)
+            for tensor in tensors:
+                tensor.register_hook(forward)
+
+    def _announce(self, phase: int) -> list[int]:
+        """The ranks that take part in this phase: all, unless some have finished inside join()."""
+        if self._announcements is None:
+            return list(range(self.group.size()))
+        return self._announcements.announce(phase)[0]
+
+    def _backward(self) -> _Backward:
+        """The backward that autograd is running now; a new one when the last has ended or failed."""
+        running = self._running and self._running()
+        if running is None:
+            running = _Backward(self)
+            # Only autograd keeps it alive: when an error ends backward early, it is gone.
+            self._running = weakref.ref(running)
+            torch.autograd.Variable._execution_engine.queue_callback(running.finish)
+        return running
+
+
+class _Forward:
+    """Hook on the outputs of one forward, where its backward begins; lives as long as its graph.
+
+    With reentrant checkpointing the first gradient comes from a backward inside the backward. Only here
+    can we meet the outer one, at whose end everything is complete.
+    """
+
+    def __init__(self, ddp: DDP, outputs: list[Tensor]):
+        self.ddp = weakref.ref(ddp)
+        wanted = {id(param): index for index, param in enumerate(ddp._params)}
+        self.reaches = leaves_behind(
+            [t.grad_fn for t in outputs], wanted, stop_at_first=not ddp.find_unused_parameters
+        )
+
+    @_not_compiled
+    def __call__(self, grad: Tensor) -> None:
+        ddp = self.ddp()
+        if ddp is not None and ddp._sync and ddp._active:
+            ddp._backward()
+
+
+class _Backward:
+    """One backward of one DDP: hook -> bucket -> collective -> wait."""
+
+    def __init__(self, ddp: DDP, absent: bool = False):
+        self.ddp, self.absent = ddp, absent  # absent: this rank has no data left, see `join`
+        self.task = torch._C._current_graph_task_id()
+        self.arrived: dict[int, None] = {}  # parameters, in order of arrival
+        self.filled: set[int] = set()  # parameters whose gradient is in its bucket
+        self.lacking = [len(b.params) for b in ddp.buckets]  # gradients each bucket waits for
+        self.next = 0  # buckets leave in order, or ranks would mix them up
+        self.trouble = 0
+        self.scale = 1 / ddp.group.size()
+        self.unreached = bool(ddp._forwards) and not any(f.reaches for f in ddp._forwards)
+        # Left by a backward that failed. Its buckets are about to be written again.
+        ddp._wait_for_buckets()
+
+    @torch.no_grad()
+    def arrive(self, index: int, param: nn.Parameter) -> None:
+        """The hook: `param.grad` has just been added to."""
+        ddp = self.ddp
+        if not self.arrived:
+            self.begin()
+        self.arrived[index] = None
+        if torch._C._current_graph_task_id() != self.task:
+            ddp._in_parts.add(index)
+        if index in self.filled:
+            raise RuntimeError(
+                f"DDP: parameter {ddp._names[index]!r} received a gradient after its bucket was "
+                "filled. Either its use cannot be seen from what forward() returned (return that "
+                "tensor, too), or it is now used inside a reentrant checkpoint and was not before "
+                "(checkpoint with use_reentrant=False)"
+            )
+        if ddp._learning or index in ddp._in_parts or index not in ddp._place:
+            return  # more may come, or ranks must agree on it first: at the end of backward
+        param.grad = self.fill(index)
+        self.launch_full_buckets()
+
+    def begin(self) -> None:
+        """Before the first gradient."""
+        ddp = self.ddp
+        if self.absent:
+            return
+        present = ddp._announce(uneven.BACKWARD)
+        if ddp._announcements is not None and ddp._announcements.divide_by == "active":
+            self.scale = 1 / len(present)
+        # Later would be too late: the last bucket may have left with its flag by then.
+        self.trouble += ddp._bucketed != [p.requires_grad for p in ddp._params]
+        if ddp.find_unused_parameters and ddp._forwards and not ddp._learning:
+            reached = set().union(*(f.reaches for f in ddp._forwards)) | ddp._in_parts
+            for index in ddp._place.keys() - reached:
+                self.fill(index)  # or its bucket, and all that follow, would wait for the end
+                self.trouble += 1
+
+    def fill(self, index: int) -> Tensor:
+        """Put a gradient into its bucket, divided by N on the way; returns its place there."""
+        ddp = self.ddp
+        bucket, slot = ddp._place[index]
+        grad, place = ddp._params[index].grad, bucket.tensors[slot]
+        if grad is None or self.absent:
+            place.zero_()
+        elif grad.dtype != place.dtype:
+            raise RuntimeError(
+                f"DDP: parameter {ddp._names[index]!r} was {place.dtype} when it was wrapped and is "
+                f"{grad.dtype} now: convert first, then wrap"
+            )
+        else:
+            # `grad` may itself lie there (zero_grad(set_to_none=False), or not zeroed).
+            torch.mul(grad.to_dense() if grad.is_sparse else grad, self.scale, out=place)
+        self.filled.add(index)
+        self.lacking[bucket.index] -= 1
+        # A tensor object of its own: module.to() and others swap the memory of what .grad holds.
+        return place.detach()
+
+    def launch_full_buckets(self) -> None:
+        buckets = self.ddp.buckets
+        while self.next < len(buckets) and self.lacking[self.next] == 0:
+            bucket = buckets[self.next]
+            if bucket.flag is not None:
+                bucket.flag.fill_(self.trouble)
+            self.ddp._in_flight.append(self.ddp.comm_hook(bucket))
+            self.next += 1
+
+    @_not_compiled
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Autograd calls this at the end of backward: what is left leaves, and all is waited for."""
+        ddp = self.ddp
+        ddp._running = None
+        if not self.arrived:
+            if not (self.unreached or self.absent):
+                return  # torch.autograd.grad: nothing has been added to any .grad
+            self.begin()
+        if ddp._learning:
+            self.learn()
+        params, place = ddp._params, ddp._place
+        lost = [i for i in place if i not in self.arrived and params[i].requires_grad]
+        had_grad = [p.grad is not None and not self.absent for p in params]
+        for index in place.keys() - self.filled:
+            self.fill(index)
+        self.trouble += 0 if self.absent else len(lost)
+        self.launch_full_buckets()
+        ddp._wait_for_buckets()
+        for index in place.keys() & self.arrived.keys():
+            params[index].grad = ddp._mean(index)
+        # In a dry run there are no other ranks, and maybe no values.
+        if self.trouble if ddp._dry_run else ddp.buckets[-1].flag.item():
+            agreed = settle(ddp, lost, had_grad, self.scale, self.absent)
+            for index in [] if self.absent else lost:
+                if agreed.had_grad[index]:
+                    params[index].grad = ddp._mean(index)
+            if agreed.trainable != ddp._bucketed:
+                ddp._make_buckets([i for i, yes in enumerate(agreed.trainable) if yes][::-1])
+
+    def learn(self) -> None:
+        """Rebuild the buckets in the order in which gradients arrived on rank 0."""
+        ddp = self.ddp
+        order = [*(i for i in self.arrived if i in ddp._place)]
+        order += [i for i in ddp._place if i not in self.arrived]
+        order = coll.all_gather_object(order, ddp.group, by="ddp bucket order")[0]
+        ddp._make_buckets(order, learned=True)
+        self.lacking = [len(b.params) for b in ddp.buckets]
