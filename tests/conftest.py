@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import cloudpickle
 import pytest
 
-from minidist.comm.launch import Ranks
+from minidist.comm.launch import RankFailure, Ranks
 
 _pools: dict[int, Ranks] = {}
 # By value, so that the ranks need not import pytest and the test's module.
@@ -30,28 +30,28 @@ def _fresh(fn, args, kwargs):
     ledger.reset()
     worker.state.clear()
     # Each group holds threads and sockets: hundreds of tests with groups of their own add up.
-    world = dist.group.WORLD
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not world:
+        if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
     return fn(*args, **kwargs)
 
 
 def _run_ranks(fn, world, *args, timeout=20, **kwargs):
-    """`fn(*args, **kwargs)` on `world` standing ranks; results in rank order."""
+    """`fn(*args, **kwargs)` on `world` standing ranks; results in rank order.
+
+    A failure ends the ranks: whatever it left behind must not reach the next test.
+    """
     __tracebackhide__ = True
-    pool = _pools.get(world)
-    if pool is None or not pool.alive:
-        pool = _pools[world] = Ranks(world)
     module = sys.modules.get(getattr(fn, "__module__", None))
     if module is not None and module.__name__.startswith("test_"):
         cloudpickle.register_pickle_by_value(module)
+    pool = _pools.get(world)
+    if pool is None or not pool.alive:
+        pool = _pools[world] = Ranks(world)
     try:
         return pool.run(_fresh, fn, args, kwargs, timeout=timeout)
-    except BaseException:
-        # Whatever state a failed test leaves on the ranks must not reach the next one.
-        pool.kill()
-        raise
+    except RankFailure as failure:  # the story is enough: not the stack of the launcher as well
+        raise failure.with_traceback(None) from None
 
 
 @pytest.fixture(scope="session")

@@ -350,11 +350,13 @@ def _packed(fn: Callable, args: tuple, kwargs: dict) -> bytes:
     if not callable(fn):
         raise TypeError(f"a function is needed to run on every rank, got {fn!r}")
     try:
+        if getattr(fn, "__module__", "") == "__main__" and not worker.by_value():
+            raise pickle.PicklingError("the ranks cannot import it from the main program")
         return worker.dumps((fn, args, kwargs))
     except Exception as error:
         name = getattr(fn, "__qualname__", repr(fn))
-        hint = "" if worker.by_value() else " Functions that cannot be imported need cloudpickle."
-        raise TypeError(f"{name} cannot be sent to the ranks: {error}.{hint}") from error
+        hint = "" if worker.by_value() else ". Functions that cannot be imported need cloudpickle"
+        raise TypeError(f"{name} cannot be sent to the ranks: {error}{hint}") from error
 
 
 def _whole(n: int) -> int:

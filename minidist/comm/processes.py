@@ -27,7 +27,7 @@ from typing import Any
 from minidist.comm import worker
 
 Output = Callable[[int, str, str], None]
-_STALLED = 10  # seconds without a byte in the middle of a message: the other side is stopped
+_STALLED = 5  # seconds without a byte in the middle of a message: the other side is stopped
 _SHOW_UNFINISHED = 0.2  # seconds between two views of an unfinished line (progress bars)
 _LONGEST_LINE = 1 << 20
 _READS = 16  # at most this many blocks at a time, or an endless printer would hide the time limit
@@ -91,13 +91,18 @@ class _Process:
         self.rank = rank
         self.last_words: deque[str] = deque(maxlen=50)
         self._lock = threading.Lock()
+        self._jammed = False
         self._code: int | None = None
         self._lines = {s: _Lines(rank, s, self.last_words) for s in ("stdout", "stderr")}
 
     def send(self, *message) -> None:
         """Send one message; OSError when the process has gone or does not read."""
         with self._lock:
+            if self._jammed:
+                raise OSError("an earlier message got stuck half-way")
+            self._jammed = True
             self._connection.send_bytes(pickle.dumps(message))
+            self._jammed = False
 
     def has_news(self) -> bool:
         return self._connection.poll() or self.code() is not None

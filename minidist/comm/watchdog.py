@@ -29,6 +29,7 @@ _CALLERS = (
     os.path.join(_COMM, "worker.py"),
     os.path.join(os.path.dirname(_COMM[:-1]), "learn", "cell.py"),
 )
+_NOT_WAITING = ("get_", "is_", "_", "rank", "world_size")
 # What an error says on a rank whose peer has gone or never came.
 _CONSEQUENCES = (
     "Connection closed by peer",
@@ -130,7 +131,7 @@ def own(frames: list[Frame]) -> list[Frame]:
 def waiting_in(frames: list[Frame]) -> str | None:
     """The call in which a rank waits for others, by the name the user called; or None."""
     for file, _, function, _ in frames:
-        if file.endswith(_WAITING_IN):
+        if file.endswith(_WAITING_IN) and not function.startswith(_NOT_WAITING):
             return function
     # `work.wait()` of torch has no Python frame: only the line of the caller tells.
     return "wait" if frames and ".wait(" in source(frames[-1]) else None
