@@ -1,12 +1,11 @@
 """From a strategy's name to something that trains: model, optimizer, and one way to run a step.
 
-Each branch is what a user of `md` would write in their own trainer. The order is the same
-everywhere: cut layers (tensor parallel), choose this rank's layers (pipeline), then replicate or
-shard what is left (data parallel), because each works on what the one before has left here.
+Each branch is what a user of `md` would write in their own trainer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,6 +19,8 @@ from minidist.train.expected import place_of
 from minidist.train.model import Block, build_gpt, loss_fn
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+# Adam's default, 1e-8, hides nothing in float32; the options are the same for every strategy.
+OPTIONS = {"adamw": {"weight_decay": 0.01}, "adam": {}, "sgd": {"momentum": 0.9}}
 
 
 class Trainer:
@@ -31,32 +32,91 @@ class Trainer:
         self.mesh = build_mesh(layout.dp, layout.pp, layout.tp)
         # Of each replica one rank speaks: the first tensor-parallel rank of the last stage.
         self.owns_loss = self.place.tp == 0 and self.place.pp == layout.pp - 1
-        self.loss_fn = loss_fn
-        self.pipeline = None
+        self.options = {"lr": config.lr, **OPTIONS[config.optimizer]}
         model = build_gpt(config.model, config.seed, self._parameter_dtype()).to(device)
-        if layout.tp > 1:
-            model = self._cut_layers(model)
-        if layout.pp > 1:
-            model = self._cut_stages(model)
-        self.module, self.optimizer = self._data_parallel(model)
-        if layout.pp > 1:
-            self.pipeline = self._pipeline(self.module)
-
-    # --- a step ---------------------------------------------------------------------------------
+        self.module: nn.Module
+        self.optimizer: torch.optim.Optimizer
+        # (inputs, targets) of this rank -> loss, with gradients left behind
+        self._run: Callable[[Tensor, Tensor], Tensor | None]
+        if layout.pp > 1 or (layout.tp > 1 and layout.dp > 1):
+            self._combine(model)
+        else:
+            self._one_axis(model)
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Gradients of this rank's rows; the loss, or None on ranks that never see it."""
-        if self.pipeline is not None:
-            return self.pipeline.step(inputs, targets)
-        loss = self.loss_fn(self.module(inputs), targets)
-        loss.backward()
-        return loss.detach()
+        """Gradients of this rank's rows; their mean loss, or None on ranks that never see it."""
+        return self._run(inputs, targets)
 
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    # --- how it is put together -----------------------------------------------------------------
+    # --- one axis -------------------------------------------------------------------------------
+
+    def _one_axis(self, model: nn.Module) -> None:
+        """Forward, backward, step: the loop does not show which strategy it is."""
+        loss_of = loss_fn
+        if self.layout.tp > 1:
+            model, loss_of = self._cut_layers(model)
+        self.module, self.optimizer = self._data_parallel(model)
+
+        def run(inputs: Tensor, targets: Tensor) -> Tensor:
+            loss = loss_of(self.module(inputs), targets)
+            loss.backward()
+            return loss.detach()
+
+        self._run = run
+
+    def _cut_layers(self, model: nn.Module):
+        from minidist.parallel.tensor import tensor_parallel, vocab_parallel_cross_entropy
+
+        group = self.mesh["tp"]
+        loss_of = partial(
+            vocab_parallel_cross_entropy, vocab_size=self.config.model.vocab, group=group
+        )
+        return tensor_parallel(model, group), loss_of
+
+    def _data_parallel(self, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+        kind, group = self.layout.dp_kind, self.mesh["dp"]
+        if kind in ("zero1", "zero2"):
+            return model, self._zero(model, group, stage=int(kind[-1]))
+        if kind in ("fsdp", "fsdp-grad-op"):
+            model = self._fsdp(model, group)
+        elif self.layout.dp > 1:
+            from minidist.parallel.ddp import DDP
+
+            model = DDP(model, bucket_cap_mb=self.config.bucket_cap_mb, group=group)
+        if self.config.masters and kind == "ddp":
+            # A group of one rank shares nothing: the masters and states of plain mixed precision.
+            alone, _ = dist.new_subgroups(1)
+            return model, self._zero(model, alone, stage=1)
+        return model, self._optimizer_class(model.parameters(), **self.options)
+
+    def _zero(self, model: nn.Module, group, stage: int) -> torch.optim.Optimizer:
+        from minidist.parallel.zero import ZeroOptimizer
+
+        return ZeroOptimizer(
+            model.named_parameters(),
+            self._optimizer_class,
+            stage=stage,
+            bucket_cap_mb=self.config.bucket_cap_mb,
+            master_dtype=torch.float32 if self.config.masters else None,
+            group=group,
+            **self.options,
+        )
+
+    def _fsdp(self, model: nn.Module, group) -> nn.Module:
+        from minidist.parallel.fsdp import FSDP, MixedPrecision
+
+        strategy = "FULL_SHARD" if self.layout.dp_kind == "fsdp" else "SHARD_GRAD_OP"
+        precision = None
+        if self.config.masters:
+            precision = MixedPrecision(self.config.torch_dtype(), torch.float32)
+        return FSDP(model, strategy=strategy, units=[Block], mixed_precision=precision, group=group)
+
+    @property
+    def _optimizer_class(self):
+        return OPTIMIZERS[self.config.optimizer]
 
     def _parameter_dtype(self) -> torch.dtype:
         # FSDP's 32-bit shard is the master copy; it converts as it gathers.
@@ -64,76 +124,18 @@ class Trainer:
             return torch.float32
         return self.config.torch_dtype()
 
-    def _cut_layers(self, model: nn.Module) -> nn.Module:
-        from minidist.parallel.tensor import tensor_parallel, vocab_parallel_cross_entropy
+    # --- several axes, or a pipeline ------------------------------------------------------------
 
-        group = self.mesh["tp"]
-        self.loss_fn = partial(
-            vocab_parallel_cross_entropy, vocab_size=self.config.model.vocab, group=group
-        )
-        return tensor_parallel(model, group)
+    def _combine(self, model: nn.Module) -> None:
+        from minidist.parallel.combine import parallelize
 
-    def _cut_stages(self, model: nn.Module) -> nn.Module:
-        from minidist.parallel.pipeline import split
-
-        # Equal numbers of blocks; embed and head come on top of the first and the last stage.
-        costs = [0.0, *[1.0] * self.config.model.layers, 0.0]
-        stages = split(model, self.layout.pp, costs=costs)
-        return stages[self.place.pp]
-
-    def _pipeline(self, stage: nn.Module):
-        from minidist.parallel.pipeline import Pipeline
-
-        return Pipeline(
-            stage,
+        parallel = parallelize(
+            model,
+            self.mesh,
+            dp=self.layout.dp_kind,
             schedule=self.layout.schedule,
             microbatches=self.layout.microbatches,
-            loss_fn=self.loss_fn,
-            group=self.mesh["pp"],
+            chunks=self.layout.chunks,
         )
-
-    def _data_parallel(self, module: nn.Module):
-        kind, group = self.layout.dp_kind, self.mesh["dp"]
-        optimizer_class, options = OPTIMIZERS[self.config.optimizer], {"lr": self.config.lr}
-        if self.config.optimizer == "sgd":
-            options["momentum"] = 0.9
-        cap = self.config.bucket_cap_mb
-        masters = torch.float32 if self.config.masters else None
-        if kind in ("zero1", "zero2"):
-            from minidist.parallel.zero import ZeroOptimizer
-
-            return module, ZeroOptimizer(
-                module.named_parameters(),
-                optimizer_class,
-                stage=int(kind[-1]),
-                bucket_cap_mb=cap,
-                master_dtype=masters,
-                group=group,
-                **options,
-            )
-        if kind in ("fsdp", "fsdp-grad-op"):
-            from minidist.parallel.fsdp import FSDP, MixedPrecision
-
-            precision = MixedPrecision(torch.bfloat16, torch.float32) if masters else None
-            strategy = "FULL_SHARD" if kind == "fsdp" else "SHARD_GRAD_OP"
-            module = FSDP(
-                module, strategy=strategy, units=[Block], mixed_precision=precision, group=group
-            )
-        elif self.layout.dp > 1:
-            from minidist.parallel.ddp import DDP
-
-            module = DDP(module, bucket_cap_mb=cap, group=group)
-        if masters and kind == "ddp":
-            from minidist.parallel.zero import ZeroOptimizer
-
-            # Nothing to share in a group of one: the masters and states of plain mixed precision.
-            alone, _ = dist.new_subgroups(1)
-            return module, ZeroOptimizer(
-                module.named_parameters(),
-                optimizer_class,
-                bucket_cap_mb=cap,
-                master_dtype=masters,
-                group=alone,
-                **options,
-            )
-        return module, optimizer_class(module.parameters(), **options)
+        self.module, self._run = parallel, parallel.step
+        self.optimizer = parallel.optimizer(self._optimizer_class, **self.options)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minidist.parallel.schedules import schedule as build_schedule
 from minidist.train.data import TextBatches, load_tokens
 from minidist.train.model import GPTConfig
 
@@ -41,6 +42,8 @@ STRATEGIES: dict[str, Recipe] = {
     "pp-naive": Recipe(("pp",), schedule="naive"),
     "pp-gpipe": Recipe(("pp",), schedule="gpipe"),
     "pp-1f1b": Recipe(("pp",), schedule="1f1b"),
+    "pp-interleaved": Recipe(("pp",), schedule="interleaved", chunks=2),
+    "pp-zb-h1": Recipe(("pp",), schedule="zb-h1"),
     "dp-tp": Recipe(("tp", "dp")),
     "dp-pp": Recipe(("pp", "dp")),
     "tp-pp": Recipe(("tp", "pp")),
@@ -165,6 +168,8 @@ class TrainConfig:
             raise ConfigError(f"lr must be positive, got {self.lr}")
         if self.warmup < 0 or self.seed < 0:
             raise ConfigError("warmup and seed must not be negative")
+        if layout.dp_kind == "fsdp-grad-op" and layout.tp * layout.pp > 1:
+            raise ConfigError("fsdp-grad-op does not combine with tp or pp; use fsdp or zero2")
         self._check_divisions(layout)
         try:
             TextBatches(
@@ -195,6 +200,11 @@ class TrainConfig:
                 f"{self.batch // layout.dp} rows per pipeline do not divide into "
                 f"{layout.microbatches} micro-batches"
             )
+        if layout.pp > 1:
+            try:
+                build_schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
 
     def with_strategy(self, strategy: str, **changes) -> TrainConfig:
         return replace(self, strategy=strategy, **changes)

@@ -7,13 +7,18 @@ leave out because it vanishes at their scale (the embedding, the head, communica
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
+import torch
+
+from minidist.parallel.schedules import Schedule, schedule
+from minidist.parallel.split import split
 from minidist.plan import formulas
 from minidist.plan.shapes import Transformer
 from minidist.train.activations import layer_activation_bytes
 from minidist.train.config import Layout, TrainConfig
-from minidist.train.model import GPTConfig
+from minidist.train.model import GPT, GPTConfig
 
 # Which ZeRO stage each data-parallel kind is (document 4.2 and 5.2).
 STAGE = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp-grad-op": 2, "fsdp": 3}
@@ -46,27 +51,31 @@ def shape_of(config: GPTConfig) -> Transformer:
 
 
 def expected(config: TrainConfig, layout: Layout, rank: int) -> dict:
-    """Bytes held by kind (between backward and step; activations at their peak), bytes sent per
-    step, and the bubble, on one rank.
+    """What one rank should hold (the kinds of `rows.kinds_of`), send per step, and wait.
 
     Returns ``{"bytes": {kind: bytes}, "sent": bytes, "bubble": fraction of ideal time or None}``.
+    ``peak`` is the sum of all kinds, as if they were all at their highest at once. ``gathered`` and
+    ``buffers`` are missing for sharded data parallelism inside of another axis.
     """
     place = place_of(rank, layout)
     size = config.torch_dtype().itemsize
-    parameters = shape_of(config.model).rank_parameters(layout.tp, layout.pp, place.pp)
+    layers = layers_of(config.model, layout, place)
+    parameters = _parameters(config.model, layout, layers)
+    held = _states(config, layout, parameters)
+    held |= _activations(config, layout, place, layers)
+    held |= _passing(config, layout, parameters)
+    held["peak"] = sum(held.values())
     return {
-        "bytes": {
-            **_states(config, layout, parameters),
-            "activations": _activations(config, layout, place),
-        },
-        "sent": size * _sent_elements(config, layout, place, parameters),
+        "bytes": held,
+        "sent": size * _sent_elements(config, layout, place, layers, parameters),
         "bubble": _bubble(layout),
     }
 
 
 def _states(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, float]:
     """ZeRO section 3.1 and 5: which of the three kinds a stage divides by the number of ranks."""
-    stage, ranks = STAGE[layout.dp_kind], layout.dp
+    # Between steps SHARD_GRAD_OP keeps a shard of the parameters, too; `gathered` has the rest.
+    stage, ranks = 3 if layout.dp_kind.startswith("fsdp") else STAGE[layout.dp_kind], layout.dp
     if config.masters:
         # FSDP's 32-bit shard is its master copy: 4 + 4 + 8 where the others keep 2 + 2 + 12.
         convention = "fp32" if layout.dp_kind.startswith("fsdp") else "16"
@@ -79,53 +88,135 @@ def _states(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, f
     return states
 
 
-def stage_layers(config: GPTConfig, stages: int, stage: int) -> slice:
-    """Which of ``[embed, *blocks, head]`` a pipeline stage holds: equal numbers of blocks, embed
-    with the first and head with the last."""
-    blocks = config.layers // stages
-    first = 0 if stage == 0 else 1 + stage * blocks
-    last = config.layers + 2 if stage == stages - 1 else 1 + (stage + 1) * blocks
-    return slice(first, last)
+def layers_of(config: GPTConfig, layout: Layout, place: Place) -> list[list[int]]:
+    """Which of ``[embed, *blocks, head]`` each chunk of this rank holds, by `md.split`."""
+    if layout.pp == 1:
+        return [list(range(config.layers + 2))]
+    with torch.device("meta"):
+        stages = split(GPT(config), layout.pp, layout.chunks)
+    plan = _schedule(layout)
+    ends = list(accumulate(len(stage.layer_names) for stage in stages))
+    held = []
+    for chunk in range(layout.chunks):
+        stage = plan.stage(place.pp, chunk)
+        held.append(list(range(ends[stage] - len(stages[stage].layer_names), ends[stage])))
+    return held
 
 
-def _activations(config: TrainConfig, layout: Layout, place: Place) -> int:
-    """What autograd keeps for the micro-batches that this stage holds at once."""
+def _schedule(layout: Layout) -> Schedule:
+    return schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+
+
+def _parameters(config: GPTConfig, layout: Layout, layers: list[list[int]]) -> int:
+    """Numbers in the layers of one rank; a tied matrix counts on both of its stages."""
+    shape, last = shape_of(config), config.layers + 1
+    held = [layer for chunk in layers for layer in chunk]
+    count = sum(shape.layer_parameters(layout.tp) for layer in held if 0 < layer < last)
+    if 0 in held:
+        count += shape.embedding_parameters(layout.tp)
+    if last in held:
+        count += shape.norm_parameters()
+        if not config.tied or 0 not in held:
+            count += shape.output_parameters(layout.tp)
+    return count
+
+
+def _activations(
+    config: TrainConfig, layout: Layout, place: Place, layers: list[list[int]]
+) -> dict[str, int]:
+    """What autograd keeps for the micro-batches that this rank holds at once. Of a schedule that
+    splits the backward nothing is said: between its two halves a part is kept."""
     rows = config.batch // layout.dp // layout.microbatches
     dtype = config.torch_dtype()
-    layers = layer_activation_bytes(config.model, rows, config.model.seq, dtype, layout.tp)
-    per_microbatch = sum(layers[stage_layers(config.model, layout.pp, place.pp)])
+    each = layer_activation_bytes(config.model, rows, config.model.seq, dtype, layout.tp)
+    per_chunk = [sum(each[layer] for layer in chunk) for chunk in layers]
     if layout.pp == 1:
-        return per_microbatch * layout.microbatches
-    return per_microbatch * formulas.in_flight(
-        layout.schedule, layout.pp, layout.microbatches, place.pp
-    )
+        return {"activations": per_chunk[0]}
+    if layout.schedule in ("naive", "gpipe", "1f1b"):
+        held = formulas.in_flight(layout.schedule, layout.pp, layout.microbatches, place.pp)
+        return {"activations": per_chunk[0] * held}
+    live = highest = 0
+    for action in _schedule(layout).actions[place.pp]:
+        if action.kind == "W":
+            return {}
+        live += per_chunk[action.chunk] * (1 if action.kind == "F" else -1)
+        highest = max(highest, live)
+    return {"activations": highest}
 
 
-def _sent_elements(config: TrainConfig, layout: Layout, place: Place, parameters: int) -> float:
+def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, float]:
+    """Memory that only communication needs: gathered parameters, unreduced gradients, receive
+    buffers. Zero where gradients are reduced in place (DDP) and where activations are sent."""
+    kind, ranks = layout.dp_kind, layout.dp
+    size = config.torch_dtype().itemsize
+    if ranks == 1:
+        return {"gathered": 0, "buffers": 0}
+    if kind == "ddp":
+        # Gradients of earlier micro-batches add up beside the buckets, until the last one.
+        beside = parameters if layout.pp > 1 and layout.microbatches > 1 else 0
+        return {"gathered": 0, "buffers": size * beside}
+    if layout.tp > 1 or layout.pp > 1:
+        return {}
+    others = (ranks - 1) / ranks
+    if kind in ("zero1", "zero2"):
+        bucket = size * _largest_bucket(config)
+        received = others * bucket  # the other ranks' parts of one bucket, on their way in
+        # Stage 1 lets two reductions travel at once. Stage 2 one, for it also has to keep the whole
+        # gradients of a bucket while they travel, and of the next while they arrive.
+        return {
+            "gathered": 0,
+            "buffers": 2 * received if kind == "zero1" else received + 2 * bucket,
+        }
+    # FSDP: the root unit (embed and head) stays whole while a block is used and the next one comes.
+    block = shape_of(config.model).layer_parameters()
+    root = shape_of(config.model).parameters - config.model.layers * block
+    whole = root + 2 * block if kind == "fsdp" else root + config.model.layers * block
+    # In backward the root's gradients, those of a block and of the one before are whole at once;
+    # the shards of root and block, counted as gradients, do not exist yet.
+    unreduced = root + 2 * block - (root + block) / ranks
+    reduced_size = 4 if config.masters else size
+    buffers = reduced_size * (unreduced + others * max(root, block))
+    return {"gathered": size * whole, "buffers": buffers}
+
+
+def _largest_bucket(config: TrainConfig) -> int:
+    """Elements in the fullest bucket: parameters in reverse order, each bucket filled up to the cap
+    as far as whole parameters fit (Li 2020, section 3.2.3)."""
+    with torch.device("meta"):
+        model = GPT(config.model)
+    cap = config.bucket_cap_mb * 2**20 / config.torch_dtype().itemsize
+    largest = used = 0
+    for parameter in reversed(list(model.parameters())):
+        fits = used + parameter.numel() <= cap
+        used = used + parameter.numel() if fits else parameter.numel()
+        largest = max(largest, used)
+    return largest
+
+
+def _sent_elements(
+    config: TrainConfig, layout: Layout, place: Place, layers: list[list[int]], parameters: int
+) -> float:
     rows, seq, width = config.batch // layout.dp, config.model.seq, config.model.width
     sent = formulas.data_parallel_traffic(parameters, STAGE[layout.dp_kind], layout.dp)
+    held = [layer for chunk in layers for layer in chunk]
+    first, last = 0 in held, config.model.layers + 1 in held
     if layout.tp > 1:
-        blocks = config.model.layers // layout.pp
+        blocks = len(held) - first - last
         sent += blocks * formulas.tensor_parallel_traffic(seq, rows, width, layout.tp)
-        sent += _vocabulary_traffic(config, layout, place, rows * seq)
+        # Embedding, output matrix and loss are cut over the vocabulary (Shoeybi 2019, section 3).
+        # Embedding: one all-reduce of its output. Output matrix: one of its input's gradient.
+        # Loss: the maximum and three sums, one number per token each.
+        per_token = first * width + last * (width + 4)
+        sent += 2 * (layout.tp - 1) / layout.tp * rows * seq * per_token
     if layout.pp > 1:
-        boundary = formulas.pipeline_traffic(seq, rows, width)
-        sent += boundary * ((place.pp < layout.pp - 1) + (place.pp > 0))
+        # Per boundary one activation forward and one gradient back, of all micro-batches together.
+        stages = [_schedule(layout).stage(place.pp, chunk) for chunk in range(layout.chunks)]
+        ends = sum((s > 0) + (s < layout.pp * layout.chunks - 1) for s in stages)
+        sent += ends * formulas.pipeline_traffic(seq, rows, width)
+        if config.model.tied and (first or last):
+            # The two copies of the table exchange their gradients.
+            sent += 2 * (2 - 1) / 2 * shape_of(config.model).output_parameters(layout.tp)
     return sent
-
-
-def _vocabulary_traffic(config: TrainConfig, layout: Layout, place: Place, tokens: int) -> float:
-    """Embedding, output matrix and loss cut over the vocabulary (Shoeybi 2019, section 3).
-
-    Embedding: one all-reduce of its output forward. Output matrix: one of its input's gradient
-    backward. Loss: maximum, sum of exponentials and the target's logit, one number per token each.
-    """
-    per_token = 0
-    if place.pp == 0:
-        per_token += config.model.width
-    if place.pp == layout.pp - 1:
-        per_token += config.model.width + 3
-    return 2 * (layout.tp - 1) / layout.tp * tokens * per_token
 
 
 def _bubble(layout: Layout) -> float | None:

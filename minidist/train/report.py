@@ -7,7 +7,7 @@ import os
 import platform
 from pathlib import Path
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+KINDS = ("parameters", "gathered", "gradients", "optimizer", "activations", "buffers")
 
 
 def machine() -> dict:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from minidist.parallel.flat import SHARD_ALIGN
 from minidist.parallel.schedules import Action, Schedule
 from minidist.train.config import Layout, TrainConfig
 from minidist.train.expected import expected, place_of
-from minidist.train.report import KINDS
 
+UNEXPLAINED = "not explained: please report this"
 TOLERANCE = 0.01  # what may differ from its formula without a reason
 
 
@@ -31,7 +32,7 @@ def make_row(
         "layout": layout._asdict(),
         "loss": results[0]["losses"],
         "max_rel_loss_diff": largest_difference(results[0]["losses"], reference),
-        "bytes": {**kinds_of(measured), "peak": measured["peak_total"]},
+        "bytes": kinds_of(measured),
         "bytes_formula": should["bytes"],
         "sent": sent_bytes(results[busiest]),
         "sent_formula": expected(config, layout, busiest)["sent"],
@@ -40,22 +41,31 @@ def make_row(
         "step_seconds": max((r["step_seconds"] for r in results), key=lambda t: t or 0),
         "fullest_rank": fullest,
         "busiest_rank": busiest,
-        "per_rank": [
-            {"bytes": {**kinds_of(r), "peak": r["peak_total"]}, "sent": sent_bytes(r)}
-            for r in results
-        ],
+        "at_peak": measured["at_peak"],
+        "per_rank": [{"bytes": kinds_of(r), "sent": sent_bytes(r)} for r in results],
     }
-    row["notes"] = notes(row, config, layout)
+    row["notes"] = notes(row, measured, config)
     return row
 
 
 def kinds_of(result: dict) -> dict[str, int]:
-    """Model states as they stand between backward and step, the others at their highest."""
+    """Bytes of one rank by kind.
+
+    parameters, gradients, optimizer: what stands between backward and step, the model states that
+    the papers count. activations: at their highest. gathered: parameters that are whole only while
+    they are used, at most. buffers: what only communication needs, at most: receive buffers, and
+    gradients on their way to be reduced.
+    """
     held, peak = result["held"], result["peak"]
-    return {kind: (held if kind in STANDING else peak)[kind] for kind in KINDS}
-
-
-STANDING = ("parameters", "gradients", "optimizer")
+    return {
+        "parameters": held["parameters"],
+        "gathered": peak["parameters"] - held["parameters"],
+        "gradients": held["gradients"],
+        "optimizer": held["optimizer"],
+        "activations": peak["activations"],
+        "buffers": peak["buffers"] + peak["gradients"] - held["gradients"],
+        "peak": result["peak_total"],
+    }
 
 
 def sent_bytes(result: dict) -> int:
@@ -88,6 +98,49 @@ def _action(name: str) -> Action:
     return Action(name[0], int(microbatch), int(chunk or 0))
 
 
-def notes(row: dict, config: TrainConfig, layout: Layout) -> dict[str, str]:
-    """Why a cell is more than 1 % off its formula, for each that is."""
-    return {}
+def notes(row: dict, result: dict, config: TrainConfig) -> dict[str, str]:
+    """Why a cell is more than 1 % off its formula, for each that is; the reason is looked for in
+    the measurement and the sizes, and a difference that none explains says so."""
+    found = {}
+    layout = Layout(**row["layout"])
+    cells = {**row["bytes"], "sent": row["sent"]}
+    formulas = {**row["bytes_formula"], "sent": row["sent_formula"]}
+    for cell, formula in formulas.items():
+        difference = cells[cell] - formula
+        if abs(difference) <= TOLERANCE * max(abs(formula), 1):
+            continue
+        if cell == "peak":
+            found[cell] = _why_peak(row["bytes"], result["at_peak"])
+        else:
+            found[cell] = _why(cell, difference, config, layout)
+    return found
+
+
+def _why_peak(kinds: dict[str, int], at_peak: dict[str, int]) -> str:
+    """The formula adds up every kind's highest value; the fullest moment has them in part."""
+    standing = kinds["gradients"] + kinds["buffers"]
+    moving = at_peak["gradients"] + at_peak["buffers"]
+    parameters = kinds["parameters"] + kinds["gathered"]
+    reasons = []
+    if moving < (1 - TOLERANCE) * standing:
+        reasons.append("not all gradients exist at the fullest moment")
+    if at_peak["activations"] < (1 - TOLERANCE) * kinds["activations"]:
+        reasons.append("some activations are released by then")
+    if at_peak["parameters"] < (1 - TOLERANCE) * parameters:
+        reasons.append("not all units are gathered by then")
+    if at_peak["temporary"] > TOLERANCE * kinds["peak"]:
+        reasons.append("results under way are there for a moment")
+    return "; ".join(reasons) or UNEXPLAINED
+
+
+def _why(cell: str, difference: float, config: TrainConfig, layout: Layout) -> str:
+    size = 4 if config.masters else config.torch_dtype().itemsize
+    tensors = 4 + 12 * config.model.layers + 3
+    padding = tensors * layout.dp * SHARD_ALIGN * size
+    if layout.dp > 1 and cell != "activations" and 0 < difference <= 2 * padding:
+        return "flat buffers are padded to equal, aligned shards"
+    if cell == "optimizer" and 0 < difference <= 4 * tensors:
+        return "Adam counts its steps in one number per tensor"
+    if cell == "sent" and 0 < difference <= 1024:
+        return "flags and shapes that ranks agree on, a few bytes"
+    return UNEXPLAINED

@@ -11,6 +11,7 @@ from minidist.train.report import KINDS, megabytes
 
 HEADERS = {
     "parameters": "param",
+    "gathered": "gather",
     "gradients": "grad",
     "optimizer": "optim",
     "activations": "activ",
