@@ -26,6 +26,7 @@ Chapter 3.1; Shoeybi et al. 2019 section 3; Narayanan et al. 2021 section 2.3; K
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -223,10 +224,10 @@ class ColumnParallelLinear(nn.Module):
         self.group, self.parts = pg, parts
         self.in_features, self.out_features = full.in_features, full.out_features
         self.gather_output, self.sequence_parallel = gather_output, sequence_parallel
-        self.weight = _shard_parameter(_cut_rows(full.weight, parts, pg), full.weight)
+        self.weight = _shard_parameter(_cut_rows(full.weight, parts, pg), full.weight, parts=parts)
         self.bias = None
         if full.bias is not None:
-            self.bias = _shard_parameter(_cut_rows(full.bias, parts, pg), full.bias)
+            self.bias = _shard_parameter(_cut_rows(full.bias, parts, pg), full.bias, parts=parts)
 
     def forward(self, x: Tensor) -> Tensor:
         y = _ColumnLinear.apply(x, self.weight, self.bias, self.group, self.sequence_parallel)
@@ -269,7 +270,7 @@ class RowParallelLinear(nn.Module):
         self.in_features, self.out_features = full.in_features, full.out_features
         self.input_is_parallel, self.sequence_parallel = input_is_parallel, sequence_parallel
         own = full.weight.detach().chunk(pg.size(), 1)[pg.rank()].clone()
-        self.weight = _shard_parameter(own, full.weight)
+        self.weight = _shard_parameter(own, full.weight, dim=1)
         self.bias = None
         if full.bias is not None:
             self.bias = nn.Parameter(full.bias.detach().clone(), full.bias.requires_grad)
@@ -293,10 +294,41 @@ def _cut_rows(full: Tensor, parts: int, pg) -> Tensor:
     return blocks[:, pg.rank()].flatten(0, 1).clone()
 
 
-def _shard_parameter(shard: Tensor, full: nn.Parameter) -> nn.Parameter:
+class Cut(NamedTuple):
+    """How a parameter was cut: along `dim`, as `parts` blocks side by side, of `size` true rows."""
+
+    dim: int
+    parts: int
+    size: int
+
+
+def _shard_parameter(shard: Tensor, full: nn.Parameter, dim: int = 0, parts: int = 1):
     parameter = nn.Parameter(shard, full.requires_grad)
-    parameter.tp_sharded = True  # norms and checkpoints count every rank's part, replicas once
+    # Norms and checkpoints need to know: every rank's part counts, replicas count once.
+    parameter.tp_cut = Cut(dim, parts, full.shape[dim])
     return parameter
+
+
+def join_cut(shard: Tensor, cut: Cut, group=None) -> Tensor:
+    """The whole tensor on every rank from the ranks' shards (collective)."""
+    pg = resolve_group(group)
+    whole = _gather(shard.detach(), cut.dim, pg).wait()
+    blocks = whole.unflatten(cut.dim, (pg.size(), cut.parts, -1)).transpose(cut.dim, cut.dim + 1)
+    return blocks.flatten(cut.dim, cut.dim + 2).narrow(cut.dim, 0, cut.size).contiguous()
+
+
+def take_cut(whole: Tensor, cut: Cut, group=None) -> Tensor:
+    """This rank's shard of a whole tensor, padded with zeros where N does not divide its size."""
+    pg = resolve_group(group)
+    if whole.shape[cut.dim] != cut.size:
+        raise ValueError(
+            f"expected {cut.size} rows in dimension {cut.dim}, got {tuple(whole.shape)}"
+        )
+    rows = whole.movedim(cut.dim, 0)
+    missing = -cut.size % (cut.parts * pg.size())
+    if missing:
+        rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+    return _cut_rows(rows, cut.parts, pg).movedim(0, cut.dim).contiguous()
 
 
 # --- vocabulary -----------------------------------------------------------------------------------
@@ -491,6 +523,7 @@ def tensor_parallel(model: nn.Module, group=None, *, sequence_parallel: bool = F
         if sequence_parallel:
             _sum_gradients([*block.norm1.parameters(), *block.norm2.parameters()], pg)
     model.head.lm = ColumnParallelLinear.from_module(_padded_rows(model.head.lm, pg), pg, **sp)
+    model.head.lm.weight.tp_cut = Cut(0, 1, config.vocab)
     if tied:
         model.head.lm.weight = model.embed.token.weight
     if sequence_parallel:
