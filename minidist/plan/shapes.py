@@ -238,7 +238,7 @@ def from_parameters(count: float) -> Transformer:
     if abs(known.parameters - count) <= 0.05 * count:
         return known
     head = 64 if count < 1e9 else 128
-    step = (8 if count > 2e9 else 4 if count > 2e8 else 1) * head
+    step = (8 if count > 2e9 else 4 if count > 1e8 else 1) * head
     billions = count / 1e9
     name = f"gpt-{billions:.3g}b" if billions < 1000 else f"gpt-{billions / 1000:.3g}t"
     best = None

@@ -204,6 +204,18 @@ def simulate(
     )  # fmt: skip
 
 
+def step_seconds(
+    shape: Transformer,
+    cluster: Cluster,
+    layout: Layout,
+    global_batch: int,
+    software: Software | None = None,
+) -> float:
+    """The time alone, at half the cost of `simulate`."""
+    step = Step(shape, cluster, layout, global_batch, software or Software())
+    return max(_play(step)[1])
+
+
 def _play(step: Step) -> tuple[Clock, list[float]]:
     """The clock after the whole step, and when each rank is done."""
     shape, layout, clock = step.shape, step.layout, Clock()

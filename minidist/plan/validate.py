@@ -18,7 +18,7 @@ from minidist.plan import formulas
 from minidist.plan.costs import Layout, Software
 from minidist.plan.hardware import Cluster, cluster
 from minidist.plan.shapes import PRESETS, Transformer, with_sequence
-from minidist.plan.simulator import simulate
+from minidist.plan.simulator import step_seconds
 
 # Megatron-LM of 2021: fused elementwise kernels, attention scores kept, gradients reduced at the
 # end.
@@ -51,17 +51,19 @@ class Case:
     records: tuple
 
     def predict(self) -> float:
-        run = simulate(self.shape, self.machine, self.layout, self.global_batch, self.software)
+        seconds = step_seconds(
+            self.shape, self.machine, self.layout, self.global_batch, self.software
+        )
         if self.unit == "s":
-            return run.seconds
+            return seconds
         if self.unit == "tokens/s":
-            return self.global_batch * self.shape.seq / run.seconds / self.machine.gpus
+            return self.global_batch * self.shape.seq / seconds / self.machine.gpus
         shape = self.shape
         flops = formulas.gpt_flops(
             self.global_batch, shape.seq, shape.layers, shape.hidden, shape.vocab,
             self.layout.recompute,
         )  # fmt: skip
-        return flops / run.seconds / self.machine.gpus / 1e12
+        return flops / seconds / self.machine.gpus / 1e12
 
 
 @cache
@@ -229,6 +231,7 @@ def _others():
         )  # fmt: skip
 
 
+@cache
 def validate() -> list[dict]:
     """Rows: source, case, unit, published, predicted, error (relative), tolerance, records."""
     rows = []
@@ -243,6 +246,7 @@ def validate() -> list[dict]:
     return rows
 
 
+@cache
 def crossover() -> list[dict]:
     """GPT-3 175B at a global batch of 1536: ZeRO-3 against 3D parallelism from 96 to 1536 GPUs.
 
