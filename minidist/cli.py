@@ -90,7 +90,8 @@ def _call(typer, command, name: str, arguments: list[str]) -> int:
 
 
 def _wrong(message: str) -> int:
-    print(" ".join(message.split()), file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # under torchrun every rank finds the same mistake
+        print(" ".join(message.split()), file=sys.stderr)
     return 2
 
 

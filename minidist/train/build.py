@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from minidist.comm import collectives as coll
@@ -17,6 +16,7 @@ from minidist.comm.mesh import build_mesh
 from minidist.train.config import Layout, TrainConfig
 from minidist.train.expected import place_of
 from minidist.train.model import Block, build_gpt, loss_fn
+from minidist.train.optim import MasterOptimizer
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 # Adam's default, 1e-8, hides nothing in float32; the options are the same for every strategy.
@@ -87,9 +87,7 @@ class Trainer:
 
             model = DDP(model, bucket_cap_mb=self.config.bucket_cap_mb, group=group)
         if self.config.masters and kind == "ddp":
-            # A group of one rank shares nothing: the masters and states of plain mixed precision.
-            alone, _ = dist.new_subgroups(1)
-            return model, self._zero(model, alone, stage=1)
+            return model, MasterOptimizer(model.parameters(), self._optimizer_class, **self.options)
         return model, self._optimizer_class(model.parameters(), **self.options)
 
     def _zero(self, model: nn.Module, group, stage: int) -> torch.optim.Optimizer:

@@ -14,12 +14,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minidist.comm.launch import Ranks, print_output
+from minidist.train.compare import (
+    BATCH,
+    CONTESTANTS,
+    MODEL,
+    STEPS,
+    Arena,
+    chosen,
+    compare_mixed,
+    contest,
+    mixed_precision,
+)
+from minidist.train.compare import compare as compare_all
 from minidist.train.config import STRATEGIES, ConfigError, TrainConfig
 from minidist.train.loop import train as train_here
 from minidist.train.model import GPTConfig
 from minidist.train.report import document, writable, write_json
 from minidist.train.rows import make_row
-from minidist.train.tables import run_table
+from minidist.train.tables import run_table, show_comparison, wide_console
 
 # typer reads annotations itself, and on Python 3.10 only knows Optional.
 OptionalInt = Optional[int]  # noqa: UP045
@@ -116,6 +128,79 @@ def train(
     if json_file:
         write_json(json_file, document([row]))
     return 0
+
+
+def compare(
+    ranks: Annotated[int, typer.Option(help="Local ranks for all but the single process.")] = 4,
+    strategies: Annotated[
+        OptionalText,
+        typer.Option(help=f"Comma-separated (default: {','.join(CONTESTANTS)})."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; the last is measured.")] = STEPS,
+    batch: Annotated[int, typer.Option(help="Rows per step, over all ranks.")] = BATCH,
+    dtype: Dtype = "float32",
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
+    optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd.")] = "adamw",
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    text: Text = None,
+    width: Width = MODEL.width,
+    layers: Layers = MODEL.layers,
+    heads: Heads = MODEL.heads,
+    seq: Seq = MODEL.seq,
+    bucket: Annotated[float, typer.Option(help="Gradient bucket of DDP and ZeRO in MiB.")] = 0.5,
+    mixed: Annotated[
+        bool, typer.Option(help="Also the 16-bit accounting: 16 bytes per parameter.")
+    ] = True,
+    json_file: Json = None,
+    plot: Annotated[OptionalText, typer.Option(help="Write memory and traffic bars (png).")] = None,
+) -> int:
+    """Train the same GPT with every strategy and show what each one costs.
+
+    Each line of the table has what was measured, and below it what the formula says. The losses are
+    held to those of a single process that sees the same batches.
+
+      minidist compare
+
+      minidist compare --dtype float64 --json out.json
+
+      minidist compare --strategies ddp,zero1,zero2,fsdp --steps 10 --plot bars.png
+    """
+    with one_line_errors():
+        base = TrainConfig(
+            strategy="single",
+            model=GPTConfig(seq=seq, width=width, layers=layers, heads=heads),
+            steps=steps,
+            batch=batch,
+            lr=lr,
+            optimizer=optimizer,
+            dtype=dtype,
+            seed=seed,
+            text=text,
+            bucket_cap_mb=bucket,
+        )
+        names = chosen(strategies)
+        if ranks < 1:
+            raise ConfigError(f"ranks must be at least 1, got {ranks}")
+        configs, unfit = contest(base, names, ranks)
+        if unfit and (strategies is not None or len(configs) < 2):
+            raise ConfigError(next(iter(unfit.values())))
+        check_writable(json_file, plot)
+    console = wide_console()
+    rows, mixed_rows = [], []
+    with Arena(ranks) as arena, console.status("starting ranks") as status:
+        for row in compare_all(configs, arena):
+            rows.append(row)
+            status.update(f"{len(rows)} of {len(configs)} strategies done")
+        if mixed:
+            mixed_rows = list(compare_mixed(mixed_precision(base, configs), arena))
+    show_comparison(rows, mixed_rows, unfit, base, ranks, console)
+    if json_file:
+        write_json(json_file, document(rows, mixed_precision=mixed_rows))
+    if plot:
+        from minidist.train.plots import plot_rows
+
+        plot_rows(rows, plot)
+    return 1 if any("error" in row for row in rows + mixed_rows) else 0
 
 
 def under_torchrun() -> bool:

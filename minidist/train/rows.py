@@ -48,6 +48,42 @@ def make_row(
     return row
 
 
+# Stage -> (model-state bytes saved, as the papers write it; what it tends to for large N).
+FACTORS = {
+    "ddp": ("1", "1x"),
+    "zero1": ("16 / (4 + 12/N)", "4x"),
+    "zero2": ("16 / (2 + 14/N)", "8x"),
+    "fsdp": ("N", "N x"),
+}
+
+
+def make_mixed_row(config: TrainConfig, results: list[dict], whole: float | None) -> dict:
+    """A row of the mixed-precision block: bytes per parameter that stand between backward and step,
+    and by how much that is less than ``whole``, what DDP was measured to hold per parameter."""
+    held = results[0]["held"]
+    per = {kind: held[kind] / config.model.parameters for kind in STANDING}
+    per["together"] = sum(per.values())
+    states = expected(config, Layout(**results[0]["layout"]), 0)["bytes"]
+    should = sum(states[kind] for kind in STANDING) / config.model.parameters
+    text, limit = FACTORS[config.strategy]
+    return {
+        "strategy": config.strategy,
+        "ranks": len(results),
+        "dtype": f"{config.dtype}, float32 masters",
+        "loss": results[0]["losses"],
+        "bytes": {kind: held[kind] for kind in STANDING},
+        "bytes_formula": {kind: states[kind] for kind in STANDING},
+        "bytes_per_parameter": per,
+        "factor": (whole or per["together"]) / per["together"],
+        "factor_formula": 16 / should,
+        "factor_text": text,
+        "factor_limit": limit,
+    }
+
+
+STANDING = ("parameters", "gradients", "optimizer")
+
+
 def kinds_of(result: dict) -> dict[str, int]:
     """Bytes of one rank by kind.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from minidist.train.report import KINDS, megabytes
+from minidist.train.config import TrainConfig
+from minidist.train.report import KINDS, machine, megabytes
 
 HEADERS = {
     "parameters": "param",
@@ -18,6 +20,46 @@ HEADERS = {
     "buffers": "buffer",
 }
 WIDTH = 118  # the table needs this much; a narrower terminal wraps rather than loses columns
+
+
+def wide_console() -> Console:
+    console = Console(highlight=False)
+    if console.width < WIDTH:
+        console = Console(highlight=False, width=WIDTH)
+    return console
+
+
+def show_comparison(
+    rows: list[dict],
+    mixed_rows: list[dict],
+    unfit: dict[str, str],
+    config: TrainConfig,
+    ranks: int,
+    console: Console,
+) -> None:
+    """Everything that ``minidist compare`` prints."""
+    model = config.model
+    console.print(
+        f"[bold]One GPT, {len(rows)} ways to train it[/]: {model.parameters:,} parameters, "
+        f"{model.layers} layers of width {model.width}, {config.batch} x {model.seq} tokens per "
+        f"step, {config.steps} steps, {config.dtype}, {ranks} ranks on {machine()['cores']} cores\n"
+        "[dim]upper line: measured; lower line: formula. MB (10^6 bytes) on the fullest rank, sent "
+        "by the busiest rank. Bubble: idle slots / busy slots. Step time: x the single process.[/]"
+    )
+    compare_table(rows, console)
+    for name, reason in unfit.items():
+        console.print(f"  left out: {name} ({reason})")
+    for row in rows + mixed_rows:
+        if "error" in row:
+            console.print(f"\n[bold red]{row['strategy']} failed[/]: {escape(row['error'])}")
+    if mixed_rows:
+        console.print(
+            "\n[bold]The same in mixed precision[/]: 16-bit parameters and gradients, 32-bit "
+            "master and Adam states, 16 bytes per parameter\n[dim]model states between backward and step, "
+            "really run; FSDP's 32-bit shard is its master copy. In pure 32 bits (above) ZeRO-1 "
+            "saves at most 2x.[/]"
+        )
+        mixed_table(mixed_rows, console)
 
 
 def compare_table(rows: list[dict], console: Console) -> None:
@@ -117,15 +159,13 @@ def mixed_table(rows: list[dict], console: Console) -> None:
             table.add_row(row["strategy"], Text("failed", style="bold red"))
             continue
         per = row["bytes_per_parameter"]
-        limit = row["factor_limit"]
         table.add_row(
             Text(row["strategy"], style="bold"),
-            *(f"{per[kind]:.2f}" for kind in ("parameters", "gradients", "optimizer")),
-            f"{per['total']:.2f}",
+            *(f"{per[kind]:.2f}" for kind in ("parameters", "gradients", "optimizer", "together")),
             f"{row['factor']:.3f}x",
             f"{row['factor_formula']:.3f}x",
             row["factor_text"],
-            limit,
+            row["factor_limit"],
         )
     console.print(table)
 
