@@ -38,8 +38,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from minidist.comm import collectives as coll
 from minidist.measure import span, tag
-from minidist.parallel import fsdp_init, fsdp_state
+from minidist.parallel import fsdp_init
 from minidist.parallel.agree import check_same_parameters
+from minidist.parallel.fsdp_module import ShardedModule
 from minidist.parallel.fsdp_unit import (
     FlatShard,
     MixedPrecision,
@@ -79,7 +80,7 @@ class Hint:
         return self.expected[self.at : self.at + count]
 
 
-class FSDP(nn.Module):
+class FSDP(ShardedModule):
     """Wrap `module` so that each rank keeps a shard of parameters, gradients and optimizer states.
 
     TODO
@@ -154,7 +155,6 @@ class FSDP(nn.Module):
         self._in_flight: FlatShard | None = None  # being reduced; one at a time, they share scratch
         self._reduced: dict[FlatShard, None] = {}  # reduced in this backward
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self.summoned: dict[nn.Parameter, Tensor | None] | None = None  # inside full_params()
 
     def _surround(self, unit: Unit) -> None:
         """Put gather and free around the module's forward, however it is called."""
@@ -172,9 +172,9 @@ class FSDP(nn.Module):
         of what the unit stored on the way, without its output."""
 
         def on_output(module, args, output):
-            for use in reversed(self._running):
-                if use.unit is unit:
-                    return self._watch(use, output)
+            use = next((use for use in reversed(self._running) if use.unit is unit), None)
+            if use is not None:
+                self._watch(use, output)
 
         owner.register_forward_hook(torch.compiler.disable(on_output))
 
@@ -278,12 +278,12 @@ class FSDP(nn.Module):
         self._ahead.clear()
 
     def _free_recomputed(self, unit: Unit) -> None:
-        """A checkpoint around many units recomputes them all before the first backward: keep one."""
+        """A checkpoint around many units recomputes all before the first backward: keep one."""
         if self._recomputed not in (None, unit):
             self._recomputed.free()
         self._recomputed = None
 
-    # --- backward: gather -> compute -> free -> reduce-scatter --------------------------------------
+    # --- backward: gather -> compute -> free -> reduce-scatter ----------------------------------
 
     def _watch(self, use: Use, output: Any) -> None:
         """Let the gradient of the output announce the unit's backward."""
@@ -393,7 +393,7 @@ class FSDP(nn.Module):
         self._reduced.clear()
 
     def _scratch_for(self, flat: FlatShard) -> Tensor | None:
-        """Where the peers' parts arrive: kept, because fresh memory costs page faults every step."""
+        """Where the peers' parts arrive: kept, as fresh memory costs page faults every step."""
         group = self.placement.shard_group
         need = coll.scratch_numel(flat.grads, group) if group is not None else 0
         if not need:
@@ -423,10 +423,10 @@ class FSDP(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients add up locally, whole, and nothing is reduced: faster accumulation for more memory.
+        """Gradients add up locally, whole, and nothing is reduced: less traffic for more memory.
 
-        The *backward* decides, wherever the forward ran: only a `backward()` outside reduces, and it
-        reduces all that has added up.
+        The *backward* decides, wherever the forward ran: only a `backward()` outside reduces, and
+        it reduces all that has added up.
         """
         before, self._sync = self._sync, False
         try:
@@ -436,134 +436,7 @@ class FSDP(nn.Module):
 
     @property
     def busy(self) -> bool:
-        """Whether a forward or backward is under way."""
         return bool(self._running or self._opened)
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients so that their norm, over all ranks, is at most `max_norm`.
-
-        Collective, between backward and step. Returns the norm before scaling (0-d, at least 32-bit),
-        equal on all ranks. Every element counts once: pieces hold no padding, and ignored parameters
-        are equal everywhere. (`torch.nn.utils.clip_grad_norm_` would see only this rank's pieces.)
-        """
-        pieces = [p.grad for flat in self.flats for p in flat.pieces if p.grad is not None]
-        others = [p.grad for p in self.replicated.params if p.grad is not None]
-        total = _combine(
-            self._over_shards(_powers(pieces, norm_type, self.placement.device), norm_type),
-            _powers(others, norm_type, self.placement.device), norm_type,
-        )  # fmt: skip
-        norm = total if norm_type == float("inf") else total ** (1 / norm_type)
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for grad in (*pieces, *others):
-            grad.mul_(scale.to(device=grad.device, dtype=grad.real.dtype))
-        return norm
-
-    def _over_shards(self, total: Tensor, norm_type: float) -> Tensor:
-        group = self.placement.shard_group
-        if group is None:
-            return total
-        op = "max" if norm_type == float("inf") else "sum"
-        return coll.all_reduce(total, op, group=group, by="fsdp gradient norm")
-
-    # --- whole parameters, saving and loading: see fsdp_state.py --------------------------------------
-
-    def full_params(self, write: bool = True):
-        """Context in which all parameters hold their whole values, on every rank. Collective.
-
-        `named_parameters()` yields the same objects as outside. On exit each rank keeps its part of
-        what was written (all ranks must write the same), or nothing with `write=False`. Forwards
-        inside run without gradients.
-        """
-        return fsdp_state.full_params(self, write)
-
-    def full_grads(self) -> dict[str, Tensor | None]:
-        """Whole gradients by parameter name, copies on the host of every rank. Collective; for looking
-        at gradients and for tests."""
-        return fsdp_state.full_grads(self)
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """What the plain module's `state_dict()` would be: whole tensors in host memory, original
-        names and order. Collective; with `rank0_only` the other ranks get {}."""
-        return fsdp_state.full_state_dict(self, rank0_only)
-
-    def load_full_state_dict(self, state: dict[str, Any] | None, strict: bool = True):
-        """Take this rank's part of a plain or `full_state_dict()`. Collective; ranks other than 0 may
-        pass None to be sent rank 0's. Raises ValueError on all ranks before anything is changed."""
-        return fsdp_state.load_full_state_dict(self, state, strict)
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's pieces and the buffers, without communication."""
-        return fsdp_state.sharded_state_dict(self)
-
-    def load_sharded_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load `sharded_state_dict()` of the same rank, number of ranks and units. Collective;
-        ValueError on all ranks if it was cut differently."""
-        fsdp_state.load_sharded_state_dict(self, saved)
-
-    def full_optim_state_dict(self, optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The state dict that the plain optimizer of the plain model would have, in host memory.
-        Collective. Loads into that optimizer, and here into any number of ranks."""
-        return fsdp_state.full_optim_state_dict(self, optimizer, rank0_only)
-
-    def load_full_optim_state_dict(self, optimizer, saved: dict[str, Any] | None) -> None:
-        """Load a plain optimizer's state dict or `full_optim_state_dict()`; None as in
-        `load_full_state_dict`. ValueError on all ranks if groups or shapes differ."""
-        fsdp_state.load_full_optim_state_dict(self, optimizer, saved)
-
-    # --- what a module does -------------------------------------------------------------------------
-
-    def named_modules(self, memo=None, prefix: str = "", remove_duplicate: bool = True):
-        """Those of the wrapped module: all names stay the original ones, here and in outer modules."""
-        return self.module.named_modules(memo, prefix, remove_duplicate)
-
-    def state_dict(self, *args, **kwargs):
-        """This rank's pieces under the original names; `full_state_dict()` has whole tensors."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state, strict: bool = True, assign: bool = False):
-        """Load what `state_dict()` gave on this rank, or whole tensors (all ranks the same)."""
-        return fsdp_state.load_state_dict(self, state, strict)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drops what `no_sync()` has added up."""
-        for flat in self.flats:
-            flat.drop_gradients()
-        super().zero_grad(set_to_none)
-
-    def _apply(self, fn, recurse: bool = True):
-        raise RuntimeError(
-            "an FSDP module cannot be moved or converted: its parameters live in flat shards. Do "
-            "that before wrapping, or use mixed_precision=MixedPrecision(...)"
-        )
-
-    def __getattr__(self, name: str):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def __reduce_ex__(self, protocol):
-        raise TypeError(
-            "an FSDP module cannot be pickled: process groups cannot move. Save full_state_dict()"
-        )
-
-
-def _powers(grads: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """Sum of |g|^p over all elements (their maximum for p = inf), in at least 32 bits."""
-    wide = torch.float64 if any(g.real.dtype == torch.float64 for g in grads) else torch.float32
-    total = torch.zeros((), dtype=wide, device=device)
-    for grad in grads:
-        if grad.numel():
-            norm = torch.linalg.vector_norm(grad.abs() if grad.is_complex() else grad, norm_type,
-                                            dtype=wide)  # fmt: skip
-            power = norm if norm_type == float("inf") else norm**norm_type
-            total = _combine(total, power.to(device), norm_type)
-    return total
-
-
-def _combine(one: Tensor, other: Tensor, norm_type: float) -> Tensor:
-    return torch.maximum(one, other) if norm_type == float("inf") else one + other
 
 
 def _in_backward() -> bool:

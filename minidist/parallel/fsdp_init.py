@@ -97,12 +97,11 @@ class Plan:
 
     def __init__(self, module: nn.Module, units: object, ignored: object, wrapper: type):
         self._is_unit, self._is_ignored = as_match(units, "units"), as_match(ignored, "ignored")
-        self._wrapper = wrapper
+        self._wrapper = wrapper  # FSDP itself
         self._names = {id(param): name for name, param in module.named_parameters()}
         self.params = dict(module.named_parameters())
         self.places: dict[str, list[tuple[nn.Module, str]]] = {}
         self._users: dict[str, list[Unit]] = {}
-        self._skipped: set[str] = set()  # sharded already, by a wrapper inside this model
         self.replicated: list[str] = []
         root = Unit("", module, None)
         self.units = [root]
@@ -113,7 +112,7 @@ class Plan:
         self.replicated = [n for n in self.params if n in self.replicated]
         self.members: dict[Unit, list[str]] = {unit: [] for unit in self.units}
         for name in self.params:
-            if name in self.places and name not in self.replicated and name not in self._skipped:
+            if name in self.places and name not in self.replicated:
                 self._assign(name)
         # A unit without parameters of its own has nothing to gather.
         self.units = [u for u in self.units if u is root or self.members[u] or u.lenders]
@@ -128,8 +127,10 @@ class Plan:
             return
         self.unit_of[module] = unit
         if isinstance(module, self._wrapper):
-            self._skipped.update(self._names[id(p)] for p in module.parameters())
-            return
+            raise ValueError(
+                f"{path or 'the module'} is an FSDP module already: wrap once, and choose with "
+                "units= what is gathered together"
+            )
         if self._is_ignored(module):
             self.replicated += [self._names[id(p)] for p in module.parameters()]
             self.unit_of.update(dict.fromkeys(module.modules(), unit))
@@ -165,7 +166,7 @@ class Plan:
     def check(self) -> None:
         """What cannot be sharded, said before anything is changed."""
         for name, param in self.params.items():
-            if name in self._skipped or name in self.replicated:
+            if name in self.replicated:
                 continue
             if is_lazy(param):
                 raise ValueError(

@@ -1,14 +1,13 @@
-"""Saving and loading a sharded model: whole tensors under their original names, or this rank's part.
+"""Putting what is sharded together, and cutting what is whole: state dicts of model and optimizer.
 
 What is whole does not depend on strategy, units or number of ranks: it loads into any other FSDP,
 and into the plain model and its plain optimizer. The functions are collective: every rank calls
-them, also where only rank 0 keeps the result.
+them, also where only rank 0 keeps the result. Their public side is in `fsdp_module.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +18,13 @@ from minidist.comm import collectives as coll
 from minidist.parallel.fsdp_unit import FlatShard, spread
 
 if TYPE_CHECKING:
-    from minidist.parallel.fsdp import FSDP
+    from minidist.parallel.fsdp_module import ShardedModule
 
-# --- parameters ---------------------------------------------------------------------------------
+Place = dict[nn.Parameter, tuple[FlatShard, int]]
 
 
 def whole(flat: FlatShard, shard: Tensor) -> list[Tensor]:
-    """Collective. Tensors of the original shapes from a buffer cut like `flat.shard`."""
+    """Tensors of the original shapes, from a buffer that is cut like `flat.shard`."""
     placement = flat.placement
     full = flat.layout.buffer(shard.dtype, placement.device)
     mine = flat.layout.shard(full, placement.rank)
@@ -42,48 +41,17 @@ def part(flat: FlatShard, index: int, tensor: Tensor) -> Tensor:
     return elements.view(tensor.shape) if flat.placement.keep_shapes else elements
 
 
-@contextmanager
-def full_params(fsdp: FSDP, write: bool) -> Iterator[None]:
-    _show_whole(fsdp, None)
-    try:
-        yield
-    finally:
-        _show_pieces(fsdp, write)
+def place_of(flats: list[FlatShard]) -> Place:
+    """Where the piece of each parameter is: which flat buffer, and which number there."""
+    return {piece: (flat, i) for flat in flats for i, piece in enumerate(flat.pieces)}
 
 
-@torch.no_grad()
-def _show_whole(fsdp: FSDP, device: torch.device | None, keep: bool = True) -> None:
-    """Let all parameters hold their whole values, on `device` (None: where the model computes).
-    Ranks that do not `keep` them only take part in the gathering."""
-    if fsdp.busy:
-        raise RuntimeError("whole parameters cannot be had inside a forward or backward")
-    fsdp.summoned = {}
-    for flat in fsdp.flats:
-        for piece, value in zip(flat.pieces, whole(flat, flat.shard), strict=True):
-            if keep:
-                fsdp.summoned[piece] = piece.grad
-                piece.grad = None  # it has the shape of the piece
-                # A tensor each, so that this flat buffer can go before the next one is gathered.
-                piece.data = value.to(device or value.device, copy=True)
+# --- the model ----------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def _show_pieces(fsdp: FSDP, write: bool) -> None:
-    for flat in fsdp.flats:
-        views = flat.piece_views(flat.shard)
-        for index, (piece, view) in enumerate(zip(flat.pieces, views, strict=True)):
-            if piece in fsdp.summoned:
-                if write:
-                    view.copy_(part(flat, index, piece.data))
-                piece.data = view
-                piece.grad = fsdp.summoned[piece]
-    fsdp.summoned = None
-
-
-def full_state_dict(fsdp: FSDP, rank0_only: bool) -> dict[str, Any]:
-    keep = not rank0_only or _is_first(fsdp)
-    _show_whole(fsdp, torch.device("cpu"), keep)
-    try:
+def full_state_dict(fsdp: ShardedModule, rank0_only: bool) -> dict[str, Any]:
+    keep = not rank0_only or is_first(fsdp)
+    with fsdp.whole_values(torch.device("cpu"), keep):
         if not keep:
             return {}
         state = fsdp.module.state_dict(keep_vars=True)
@@ -93,84 +61,41 @@ def full_state_dict(fsdp: FSDP, rank0_only: bool) -> dict[str, Any]:
                 copied = value in fsdp.summoned
                 state[key] = value.detach() if copied else value.detach().cpu().clone()
         return state
-    finally:
-        _show_pieces(fsdp, write=False)
 
 
-def load_full_state_dict(fsdp: FSDP, state: dict[str, Any] | None, strict: bool) -> Any:
-    if _any_rank(fsdp, state is None):
+def load_full_state_dict(fsdp: ShardedModule, state: dict[str, Any] | None, strict: bool) -> Any:
+    if any(_gather_objects(fsdp, state is None)):
         state = _from_rank_0(fsdp, state)
     own = fsdp.module.state_dict(keep_vars=True)  # tied weights under all their names
-    place = _place(fsdp)
+    place = place_of(fsdp.flats)
     local, wrong = type(own)(), []
     for key, value in state.items():
         flat, index = place.get(own.get(key), (None, None))
         if flat is None or not isinstance(value, Tensor):
             local[key] = value
         elif value.shape != flat.layout.shapes[index]:
-            wrong.append(f"{key!r} has shape {list(value.shape)}, here it has "
-                         f"{list(flat.layout.shapes[index])}")  # fmt: skip
+            shapes = f"{list(value.shape)}, here it has {list(flat.layout.shapes[index])}"
+            wrong.append(f"{key!r} has shape {shapes}")
         else:
             local[key] = part(flat, index, value)
     if strict:
         wrong += [f"{key!r} is missing" for key in own if key not in state]
         wrong += [f"{key!r} is not in this model" for key in state if key not in own]
-    _raise_everywhere(fsdp, "load_full_state_dict", wrong)
+    raise_everywhere(fsdp, "load_full_state_dict", wrong)
     return fsdp.module.load_state_dict(local, strict=strict)
-
-
-def load_state_dict(fsdp: FSDP, state: dict[str, Any], strict: bool) -> Any:
-    own, place = fsdp.module.state_dict(keep_vars=True), _place(fsdp)
-    for key, value in state.items():
-        if own.get(key) in place and isinstance(value, Tensor) and value.shape != own[key].shape:
-            return load_full_state_dict(fsdp, state, strict)
-    return fsdp.module.load_state_dict(state, strict=strict)
-
-
-def full_grads(fsdp: FSDP) -> dict[str, Tensor | None]:
-    grads: dict[str, Tensor | None] = {}
-    for flat in fsdp.flats:
-        shard = torch.zeros_like(flat.shard)
-        for piece, view in zip(flat.pieces, flat.piece_views(shard), strict=True):
-            if piece.grad is not None:
-                view.copy_(piece.grad)
-        for name, piece, value in zip(flat.names, flat.pieces, whole(flat, shard), strict=True):
-            grads[name] = None if piece.grad is None else value.cpu().clone()
-    for name, param in zip(fsdp.replicated.names, fsdp.replicated.params, strict=True):
-        grads[name] = None if param.grad is None else param.grad.cpu().clone()
-    return {name: grads[name] for name, _ in fsdp.module.named_parameters()}
-
-
-def sharded_state_dict(fsdp: FSDP) -> dict[str, Any]:
-    state = fsdp.module.state_dict()
-    state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in state.items()}
-    return {"shard": _cut(fsdp), "state": state}
-
-
-def load_sharded_state_dict(fsdp: FSDP, saved: dict[str, Any]) -> None:
-    wrong = []
-    if saved.get("shard") != _cut(fsdp):
-        wrong = [f"this is the shard (rank, ranks, sizes) {saved.get('shard')}, needed is "
-                 f"{_cut(fsdp)}: full_state_dict() moves between numbers of ranks"]  # fmt: skip
-    _raise_everywhere(fsdp, "load_sharded_state_dict", wrong)
-    fsdp.module.load_state_dict(saved["state"])
-
-
-def _cut(fsdp: FSDP) -> tuple:
-    placement = fsdp.placement
-    sizes = [(flat.names[0], flat.layout.shard_numel) for flat in fsdp.flats]
-    return placement.rank, placement.world_size, sizes
 
 
 # --- optimizer states ---------------------------------------------------------------------------
 
 
-def full_optim_state_dict(fsdp: FSDP, optimizer: Optimizer, rank0_only: bool) -> dict[str, Any]:
-    keep = not rank0_only or _is_first(fsdp)
+def full_optim_state_dict(
+    fsdp: ShardedModule, optimizer: Optimizer, rank0_only: bool
+) -> dict[str, Any]:
+    keep = not rank0_only or is_first(fsdp)
     packed = optimizer.state_dict()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     number = {param: i for i, param in enumerate(params)}
-    place = _place(fsdp)
+    place = place_of(fsdp.flats)
     state: dict[int, dict[str, Any]] = {}
     mine: dict[int, dict[str, Any]] = {}  # parameter, key -> dtype of a cut tensor, or the value
     for i, values in packed["state"].items():
@@ -203,11 +128,11 @@ def full_optim_state_dict(fsdp: FSDP, optimizer: Optimizer, rank0_only: bool) ->
     return {"state": dict(sorted(state.items())), "param_groups": packed["param_groups"]}
 
 
-def load_full_optim_state_dict(fsdp: FSDP, optimizer: Optimizer, saved: Any) -> None:
-    if _any_rank(fsdp, saved is None):
+def load_full_optim_state_dict(fsdp: ShardedModule, optimizer: Optimizer, saved: Any) -> None:
+    if any(_gather_objects(fsdp, saved is None)):
         saved = _from_rank_0(fsdp, saved)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    place = _place(fsdp)
+    place = place_of(fsdp.flats)
     ours = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in saved["param_groups"]]
     wrong = []
@@ -237,7 +162,7 @@ def load_full_optim_state_dict(fsdp: FSDP, optimizer: Optimizer, saved: Any) -> 
                     f"{key!r} of {flat.names[index]!r} has shape {list(value.shape)}, the "
                     f"parameter has {list(flat.layout.shapes[index])}"
                 )
-    _raise_everywhere(fsdp, "load_full_optim_state_dict", wrong)
+    raise_everywhere(fsdp, "load_full_optim_state_dict", wrong)
     optimizer.load_state_dict({**saved, "state": local})
 
 
@@ -248,7 +173,7 @@ def _describe(value: Any, piece: nn.Parameter, name: str, key: str) -> Any:
         return value.dtype
     raise ValueError(
         f"optimizer state {key!r} of parameter {name!r} has shape {list(value.shape)}, this rank's "
-        f"piece has {list(piece.shape)}: only states with one number per element can be put together"
+        f"piece has {list(piece.shape)}: only states with one number per element can be joined"
     )
 
 
@@ -267,11 +192,7 @@ def _shape(place: tuple[FlatShard, int]) -> torch.Size:
 # --- agreeing -----------------------------------------------------------------------------------
 
 
-def _place(fsdp: FSDP) -> dict[nn.Parameter, tuple[FlatShard, int]]:
-    return {piece: (flat, i) for flat in fsdp.flats for i, piece in enumerate(flat.pieces)}
-
-
-def _gather_objects(fsdp: FSDP, value: Any) -> list[Any]:
+def _gather_objects(fsdp: ShardedModule, value: Any) -> list[Any]:
     """One object of every rank, of all shards and replicas."""
     everyone = [value]
     for group in (fsdp.placement.shard_group, fsdp.placement.replica_group):
@@ -281,18 +202,14 @@ def _gather_objects(fsdp: FSDP, value: Any) -> list[Any]:
     return everyone
 
 
-def _is_first(fsdp: FSDP) -> bool:
+def is_first(fsdp: ShardedModule) -> bool:
     groups = (fsdp.placement.shard_group, fsdp.placement.replica_group)
     return all(group is None or group.rank() == 0 for group in groups)
 
 
-def _any_rank(fsdp: FSDP, flag: bool) -> bool:
-    return any(_gather_objects(fsdp, flag))
-
-
-def _from_rank_0(fsdp: FSDP, state: Any) -> Any:
+def _from_rank_0(fsdp: ShardedModule, state: Any) -> Any:
     """Rank 0's state, on all ranks: its tensors one by one, the rest as one object."""
-    if _any_rank(fsdp, _is_first(fsdp) and state is None):
+    if any(_gather_objects(fsdp, is_first(fsdp) and state is None)):
         raise ValueError(
             "rank 0 must have the state; other ranks may pass None to get it from there"
         )
@@ -313,7 +230,7 @@ def _from_rank_0(fsdp: FSDP, state: Any) -> Any:
         spread(sent, fsdp.placement, "fsdp load")
         return sent.cpu()
 
-    first = _is_first(fsdp)
+    first = is_first(fsdp)
     skeleton = _gather_objects(fsdp, _map(take, state) if first else None)[0]
     given = iter(tensors)
     return _map(give, skeleton)
@@ -327,7 +244,7 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _raise_everywhere(fsdp: FSDP, who: str, wrong: list[str]) -> None:
+def raise_everywhere(fsdp: ShardedModule, who: str, wrong: list[str]) -> None:
     """If anything is wrong on any rank, raise on all, before anything has been changed."""
     everyone = [line for lines in _gather_objects(fsdp, wrong) for line in lines]
     if everyone:

@@ -36,8 +36,8 @@ _WHOLE, _FREED = 0, 1  # version counters of a full buffer
 class MixedPrecision:
     """Gather and compute in `param_dtype`, reduce gradients in `reduce_dtype` (None: the same).
 
-    The shard is the master and stays in 32 bits (16-bit parameters become 32-bit there), so that the
-    optimizer's small updates are not lost and gradients add up over micro-steps in 32 bits.
+    The shard is the master and stays in 32 bits (16-bit parameters become 32-bit there): small
+    updates are not lost, and gradients add up over micro-steps in 32 bits.
     """
 
     param_dtype: torch.dtype | None = None
@@ -81,9 +81,9 @@ class FlatShard:
     """Parameters of one dtype, end to end: one shard per rank, whole while they are used.
 
     `names`: dotted names. `params`: the parameters, whole; they become `pieces` (the same objects,
-    now holding this rank's elements, in 1-D). `places[i]`: every (module, attribute) where parameter
-    i is registered; a tied weight has several. `number`: tells this buffer's messages from others'.
-    Construction is collective: all ranks take rank 0's values.
+    now holding this rank's elements, in 1-D). `places[i]`: every (module, attribute) where
+    parameter i is registered; a tied weight has several. `number`: tells this buffer's messages
+    from others'. Construction is collective: all ranks take rank 0's values.
     """
 
     def __init__(
@@ -255,8 +255,9 @@ class FlatShard:
             self.means.append((mean, work))
 
     def settle(self, used: list[bool]) -> None:
-        """Make the means `.grad` of the pieces. `used[i]`: some rank had a gradient for parameter i.
-        One that nobody used keeps what it had, usually None, like a model that is not sharded."""
+        """Make the means `.grad` of the pieces. `used[i]`: some rank had a gradient for parameter
+        i. One that nobody used keeps what it had, usually None, like a model that is not sharded.
+        """
         for mean, work in self.means:
             if work is not None:
                 work.wait()
