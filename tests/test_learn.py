@@ -338,6 +338,20 @@ def test_new_ranks_are_announced_when_variables_are_lost(kernel):
     assert ran.text.splitlines() == [f"[rank {r}] False" for r in range(3)]
 
 
+def test_new_ranks_get_the_values_of_the_notebook_again(kernel):
+    kernel.run("sent = 'once'")
+    assert "[rank 1] 'once'" in kernel.run("%%ranks 2\nsent").text
+    assert "[rank 1] 'once'" in kernel.run("%%ranks 2 --fresh\nsent").text
+
+
+def test_a_rank_knows_the_source_of_its_cells(kernel):
+    ran = kernel.run(
+        "%%ranks 1\nimport traceback\ntry:\n    1 / 0\nexcept ZeroDivisionError:\n"
+        "    traceback.print_exc()"
+    )
+    assert "[rank 0]     1 / 0" in ran.text
+
+
 def test_checks_are_on_by_default_and_off_with_fast(kernel):
     level = "dist.get_debug_level().name"
     assert kernel.run(f"%%ranks 2\n{level}").text.endswith("[rank 1] 'DETAIL'")
@@ -610,8 +624,15 @@ def test_without_a_chinese_font_the_chinese_part_is_left_out(monkeypatch, pyplot
     ax = figures.memory_bars({"a": {"parameters": 1}})
     shown = [ax.get_title(loc="left"), ax.get_legend().get_texts()[0].get_text()]
     assert all(text.isascii() for text in shown)
-    monkeypatch.setattr(style, "chinese_font", lambda: "Some Font")
+
+
+def test_with_a_chinese_font_it_is_the_fallback_of_the_usual_one(monkeypatch, pyplot):
+    monkeypatch.setattr(style, "chinese_font", lambda: "STIXGeneral")
     assert style.label("memory", "内存") == "memory 内存"
+    figures.loss_curves({})
+    assert pyplot.rcParams["font.family"] == ["DejaVu Sans", "STIXGeneral"]
+    pyplot.close("all")
+    pyplot.rcdefaults()
 
 
 def test_learn_is_not_imported_with_the_core():
