@@ -17,6 +17,7 @@ Chapter 5; document 5.2; Rajbhandari et al. 2020, "ZeRO", sections 5.1, 5.2 and 
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,23 +26,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from minidist.comm import collectives as coll
 from minidist.comm.mesh import resolve_group
 from minidist.measure import tag
+from minidist.parallel import offload as tiers
+from minidist.parallel import zero_state
 from minidist.parallel.agree import check_same_parameters
+from minidist.parallel.buckets import plan_buckets
+from minidist.parallel.elementwise import refuse_unless_elementwise
 from minidist.parallel.flat import FlatLayout
+
+# Which ZeroOptimizer a parameter belongs to. Not an attribute of it: that would be pickled with it.
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Bucket:
-    """Several parameters of one group and dtype that are reduced, updated and gathered together."""
+    """Parameters of one group and dtype that are reduced, updated and gathered together."""
 
-    def __init__(self, index: int, names: list[str], params: list[nn.Parameter], group_index: int):
-        self.index, self.names, self.params, self.group_index = index, names, params, group_index
+    def __init__(self, index: int, group_index: int, names: list[str], params: list[nn.Parameter]):
+        self.index, self.group_index, self.names, self.params = index, group_index, names, params
         self.layout: FlatLayout
         self.full: Tensor  # all parameter values; the model's parameters are views of it
         self.shard: nn.Parameter  # what the inner optimizer updates
         self.inner: Optimizer
+        self.on_disk: dict[str, tiers.DiskTensor] = {}
         self.grad_buffer: Tensor | None = None  # memory of `grad`, as large as the largest bucket
         self.grad: Tensor | None = None  # local gradients, already divided by the world size
         self.grad_views: list[Tensor] = []
@@ -50,27 +60,26 @@ class Bucket:
         self.work: coll.Work | None = None  # the reduction under way
         self.mean: Tensor | None = None  # this rank's shard of the mean gradient, until step()
 
-    def own_grad(self, rank: int) -> Tensor:
-        return self.layout.shard(self.grad, rank)
-
 
 class ZeroOptimizer(Optimizer):
-    """A `torch.optim.Optimizer` whose states (stage 1) and reduced gradients (stage 2) are sharded.
+    """A `torch.optim.Optimizer` whose states (stage 1) and mean gradients (stage 2) are sharded.
 
-    `params_or_groups`: as for any torch optimizer (named parameters give better error messages);
-    `optimizer_class`: any optimizer that treats every element on its own (SGD, Adam, AdamW,
-    RMSprop, ...; `**defaults` go to it). Others, whose update of one element depends on the rest
-    of its tensor (LBFGS, LAMB, Muon), are recognised by a trial and refused with a ValueError.
-
-    Reduces gradients itself during backward, so no DDP is needed. A rank whose backward did not
-    reach a parameter contributes zeros. After `backward()` the parameters' `.grad` is None: the
-    mean lives in the shards, clip with `clip_grad_norm_`. `step()` consumes it; backwards without
-    a step between them add up. In `no_sync()` gradients add up locally, and the next backward
-    outside reduces the sum.
-
-    `bucket_cap_mb`: parameter bytes per bucket, in MiB (None: one bucket, 0: one per parameter).
+    `params_or_groups`: as for any torch optimizer (named parameters give better error messages).
+    `optimizer_class`: any class that treats every element on its own; `**defaults` go to it. Others
+    (LBFGS, LAMB, Muon, Adafactor) are recognised by a trial and refused with a ValueError.
+    `bucket_cap_mb`: parameter MiB per bucket (None: one bucket, 0: one per parameter).
     `master_dtype=torch.float32`: keep 32-bit masters of 16-bit parameters and step on those.
     `reduce_dtype`: dtype in which gradients add up and travel (default: the parameters' own).
+    `offload`: "cpu" keeps states, masters and the gradient shard in host memory, "disk" or
+    "disk:DIRECTORY" keeps states and masters in memory-mapped files.
+
+    Construction is collective and takes rank 0's values. Gradients are reduced during backward, no
+    DDP is needed (inside `md.DDP` they are taken as they are). After `backward()` the parameters'
+    `.grad` is None: the mean lives in the shards; clip with this class's `clip_grad_norm_`, not
+    torch's. `step()` uses it up, whether or not `zero_grad()` is called; backwards without a step
+    between them add up. In `no_sync()` gradients add up locally, and the next backward outside (or
+    `step()`) reduces the sum. A parameter that no rank reached gets a zero gradient, as in FSDP:
+    momentum and weight decay go on.
     """
 
     def __init__(
@@ -87,17 +96,20 @@ class ZeroOptimizer(Optimizer):
         **defaults: Any,
     ):
         if stage not in (1, 2):
-            raise ValueError(f"stage must be 1 or 2, got {stage}: stage 3 is md.FSDP")
+            raise ValueError(f"stage must be 1 or 2, got {stage!r}: stage 3 is md.FSDP")
+        if bucket_cap_mb is not None and bucket_cap_mb < 0:
+            raise ValueError(f"bucket_cap_mb must be None or at least 0, got {bucket_cap_mb}")
+        self.tier, self.directory = tiers.check_tier(offload)
+        refuse_unless_elementwise(optimizer_class, defaults)
         self.process_group = resolve_group(group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self.stage, self.bucket_cap_mb = stage, bucket_cap_mb
         self.master_dtype, self.reduce_dtype = master_dtype, reduce_dtype
         self.optimizer_class = optimizer_class
-        _refuse_unless_elementwise(optimizer_class, defaults)
         self.buckets: list[Bucket] = []
+        self.reduce_in_backward = True  # False: gradients stay in .grad until step() takes them
         self._place: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._sync = True
-        self.reduce_in_backward = True  # False: gradients stay in .grad until step() takes them
         self._next = 0  # the bucket to be reduced next: all ranks must use one order
         self._callback_queued = False
         # A reduction in flight needs a receive buffer, and keeps its bucket's full gradient alive:
@@ -112,70 +124,70 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Shard and spread one more group of parameters; every rank must add the same one."""
+        """Shard and spread one more group of parameters. Collective: all ranks add the same one."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        names = group.get("param_names") or [f"group {len(self.param_groups) - 1}, parameter {i}"
-                                             for i in range(len(group["params"]))]  # fmt: skip
-        named = list(zip(names, group["params"], strict=True))
+        group, number = self.param_groups[-1], len(self.param_groups) - 1
+        unnamed = [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
+        named = list(zip(group.get("param_names") or unnamed, group["params"], strict=True))
+        settings = {
+            key: getattr(self, key)
+            for key in ("stage", "bucket_cap_mb", "master_dtype", "reduce_dtype", "optimizer_class")
+        }
+        problem = "; ".join(_cannot_be_sharded(name, param) for name, param in named).strip("; ")
         check_same_parameters(
-            named, self.process_group, extra={"bucket_cap_mb": self.bucket_cap_mb}
-        )
-        me = weakref.ref(self)
-        for bucket in self._make_buckets([(n, p) for n, p in named if p.requires_grad]):
-            self._shard_bucket(bucket)
-            for i, param in enumerate(bucket.params):
-                owner = getattr(param, "_zero_owner", None)
-                if owner is not None and owner() is not None:
-                    raise ValueError(
-                        f"parameter {bucket.names[i]} already belongs to a ZeroOptimizer"
-                    )
-                param._zero_owner = me
-                self._place[param] = (bucket, i)
-                # Weak, or parameters would keep a discarded optimizer (and its hooks) alive.
-                param.register_post_accumulate_grad_hook(lambda p: me() and me()._on_gradient(p))
-
-    def _make_buckets(self, named: list[tuple[str, nn.Parameter]]) -> list[Bucket]:
+            named, self.process_group, who="ZeroOptimizer",
+            extra={**settings, "group": number, "problem": problem},
+        )  # fmt: skip
+        if problem:
+            raise ValueError(f"ZeroOptimizer: {problem}")
+        trained = [(name, param) for name, param in named if param.requires_grad]
+        names, params = [n for n, _ in trained], [p for _, p in trained]
         # Backward produces gradients roughly in reverse order: the first bucket is full first.
-        cap = float("inf") if self.bucket_cap_mb is None else self.bucket_cap_mb * 2**20
-        made: list[Bucket] = []
-        filling: dict[tuple[torch.dtype, torch.device], tuple[Bucket, float]] = {}
-        for name, param in reversed(named):
-            key = (param.dtype, param.device)
-            size = param.numel() * param.element_size()
-            bucket, used = filling.get(key, (None, 0))
-            if bucket is None or used + size > cap:
-                bucket, used = Bucket(len(self.buckets), [], [], len(self.param_groups) - 1), 0
-                self.buckets.append(bucket)
-                made.append(bucket)
-            bucket.names.append(name)
-            bucket.params.append(param)
-            filling[key] = (bucket, used + size)
-        return made
+        cap, order = self.bucket_cap_mb, range(len(params))[::-1]
+        for indices in plan_buckets(params, order, cap, cap):
+            bucket = Bucket(
+                len(self.buckets), number, [names[i] for i in indices], [params[i] for i in indices]
+            )
+            self.buckets.append(bucket)
+            self._shard_bucket(bucket)
 
     def _shard_bucket(self, bucket: Bucket) -> None:
         layout = bucket.layout = FlatLayout(bucket.params, self.world_size)
         first = bucket.params[0]
         bucket.full = layout.pack(bucket.params, layout.buffer(first.dtype, first.device))
         coll.broadcast(bucket.full, 0, group=self.process_group, by="zero start")
-        for param, view in zip(bucket.params, layout.views(bucket.full), strict=True):
-            param.data = view
         tag(bucket.full, "parameters")
+        for i, (param, view) in enumerate(
+            zip(bucket.params, layout.views(bucket.full), strict=True)
+        ):
+            param.data = view
+            self._place[param] = (bucket, i)
+            _owners[param] = me = weakref.ref(self)
+            # Weak, or the parameters would keep a discarded optimizer alive.
+            param.register_post_accumulate_grad_hook(lambda p, me=me: me() and me()._on_gradient(p))
         shard = layout.shard(bucket.full, self.rank)
-        if self.master_dtype is not None and self.master_dtype != shard.dtype:
-            shard = shard.to(self.master_dtype)
-            tag(shard, "optimizer")
+        if self.master_dtype not in (None, shard.dtype):
+            shard = tag(shard.to(self.master_dtype), "optimizer")
+        if self.tier == "cpu" and shard.is_cuda:
+            shard = tiers.to_host(shard)
+        elif self.tier == "disk" and not _same(shard, self._own_values(bucket)):
+            bucket.on_disk["master"] = tiers.DiskTensor(shard, self.directory)
+            shard = bucket.on_disk["master"].tensor
         bucket.shard = nn.Parameter(shard)
-        bucket.inner = self.optimizer_class([{"params": [bucket.shard], **self._options(bucket)}])
+        bucket.inner = self.optimizer_class([{"params": [bucket.shard], **self.options(bucket)}])
 
-    def _options(self, bucket: Bucket) -> dict[str, Any]:
+    def options(self, bucket: Bucket) -> dict[str, Any]:
+        """The options of the bucket's parameter group (lr, betas, ...), as they are now."""
         group = self.param_groups[bucket.group_index]
         return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+    def _own_values(self, bucket: Bucket) -> Tensor:
+        return bucket.layout.shard(bucket.full, self.rank)
 
     # --- backward: collect, reduce ------------------------------------------------------------
 
     @contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Add gradients up locally without reducing them; the backward decides, not the forward."""
         self._sync, before = False, self._sync
         try:
@@ -184,7 +196,7 @@ class ZeroOptimizer(Optimizer):
             self._sync = before
 
     def _on_gradient(self, param: nn.Parameter) -> None:
-        if not self.reduce_in_backward:
+        if not self.reduce_in_backward or _averaged_by_ddp(param):
             return
         bucket, i = self._place[param]
         self._collect(bucket, i, param)
@@ -201,23 +213,17 @@ class ZeroOptimizer(Optimizer):
             self._reduce(bucket)
 
     def _collect(self, bucket: Bucket, i: int, param: nn.Parameter) -> None:
-        """Move a fresh gradient into the bucket, divided by N on the way (the copy is needed
-        anyway)."""
+        """Move a gradient into the bucket, divided by N on the way (the copy is needed anyway)."""
         self._settle(bucket)  # a reduction of an earlier backward still reads the buffer
         if bucket.grad is None:
             self._take_grad_buffer(bucket)
-        elif (
-            bucket.mean is not None
-            and bucket.mean.data_ptr() == bucket.own_grad(self.rank).data_ptr()
-        ):
-            bucket.mean = (
-                bucket.mean.clone()
-            )  # stage 1 reduced in place, and is about to write there
-        scale = 1 / self.world_size
+        elif bucket.mean is not None and _same(bucket.mean, self._own_grad(bucket)):
+            bucket.mean = bucket.mean.clone()  # stage 1 reduced in place; others write there now
+        grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
         if i in bucket.filled:
-            bucket.grad_views[i].add_(param.grad, alpha=scale)
+            bucket.grad_views[i].add_(grad, alpha=1 / self.world_size)
         else:
-            torch.mul(param.grad, scale, out=bucket.grad_views[i])
+            torch.mul(grad, 1 / self.world_size, out=bucket.grad_views[i])
             bucket.filled.add(i)
         param.grad = None
 
@@ -232,11 +238,9 @@ class ZeroOptimizer(Optimizer):
         if self._lanes[lane] is not None:
             self._settle(self._lanes[lane])
         self._lanes[lane] = bucket
-        if self.stage == 1:
-            shard = bucket.own_grad(self.rank)  # in place: no extra memory
-        else:
-            shard = bucket.grad.new_empty(bucket.layout.shard_numel)
-            tag(shard, "gradients")
+        shard = self._own_grad(bucket)  # stage 1 reduces in place: no extra memory
+        if self.stage == 2:
+            shard = tag(torch.empty_like(shard), "gradients")
         bucket.work = coll.reduce_scatter(
             shard, bucket.grad, group=self.process_group, async_op=True,
             by=f"zero{self.stage} bucket {bucket.index}", scratch=self._scratch_for(lane, bucket),
@@ -249,8 +253,9 @@ class ZeroOptimizer(Optimizer):
         """Wait until the bucket's reduction is complete, and keep only the shard of the mean."""
         if bucket.work is None:
             return
-        shard = bucket.work.wait()
-        bucket.work = None
+        shard, bucket.work = bucket.work.wait(), None
+        if self.tier == "cpu" and shard.is_cuda:
+            shard = tiers.to_host(shard)
         bucket.mean = shard if bucket.mean is None else bucket.mean.add_(shard)
         if self.stage == 2:
             self._free_grads.append(bucket.grad_buffer)
@@ -259,47 +264,48 @@ class ZeroOptimizer(Optimizer):
 
     def _end_of_backward(self) -> None:
         # Exactly one reduction per bucket and backward on every rank, also of buckets that this
-        # rank's graph did not reach: ranks that reduced different buckets would wait for each
-        # other for ever.
+        # rank's graph did not reach: ranks that reduced different buckets would wait for ever.
         while self._next < len(self.buckets):
             self._reduce(self.buckets[self._next])
         self._next, self._callback_queued = 0, False
 
-    def _finish_reductions(self) -> None:
+    def finish_reductions(self) -> None:
+        """Complete what backward began: afterwards every bucket has its shard of the mean."""
         for param, (bucket, i) in self._place.items():
-            if param.grad is not None:  # put there by hand, or not taken in backward
+            if param.grad is not None:  # put there by hand, by DDP, or not taken in backward
                 self._collect(bucket, i, param)
         if any(b.filled or (b.work is None and b.mean is None) for b in self.buckets):
             self._end_of_backward()  # gradients of no_sync(), or a backward that reached nothing
         for bucket in self.buckets:
             self._settle(bucket)
+        if self.tier == "cpu" and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # the shards are on their way to the host
 
     # --- the step -----------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update this rank's shards with the mean gradients, then gather the parameters on all
-        ranks."""
+        """Update this rank's shards with the mean gradients, then gather parameters everywhere."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._finish_reductions()
+        self.finish_reductions()
         gathers = []
         for bucket in self.buckets:  # while one bucket is updated, the one before is gathered
-            bucket.inner.param_groups[0].update(self._options(bucket))  # schedulers change ours
+            bucket.inner.param_groups[0].update(self.options(bucket))  # schedulers change ours
             bucket.shard.grad = bucket.mean.to(bucket.shard.dtype)
             bucket.inner.step()
             bucket.shard.grad = bucket.mean = None
-            mine = bucket.layout.shard(bucket.full, self.rank)
-            if mine.data_ptr() != bucket.shard.data_ptr():
-                mine.copy_(bucket.shard)  # the low-precision image of the master
-            gathers.append(
-                coll.all_gather(
-                    bucket.full, mine, group=self.process_group, async_op=True,
-                    by=f"zero{self.stage} bucket {bucket.index}",
-                )
-            )  # fmt: skip
+            if self.tier == "disk":
+                self._to_disk(bucket)
+            mine = self._own_values(bucket)
+            if not _same(mine, bucket.shard):
+                mine.copy_(bucket.shard, non_blocking=True)  # the model's image of the master
+            gathers.append(coll.all_gather(
+                bucket.full, mine, group=self.process_group, async_op=True,
+                by=f"zero{self.stage} bucket {bucket.index}",
+            ))  # fmt: skip
         for gather in gathers:
             gather.wait()
         return loss
@@ -316,39 +322,41 @@ class ZeroOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the mean gradients so that their norm over all ranks is at most `max_norm`.
 
-        Returns the norm before scaling (0-d, float32 or float64), equal on all ranks. Call it on
-        every rank, between backward and step.
+        Returns the norm before scaling (0-d, float32 or float64), equal on all ranks. Collective;
+        between backward and step.
         """
-        self._finish_reductions()
-        # Shards are disjoint: every element counts once. Padding lies behind `valid`.
-        parts = [b.mean[: self._valid(b)] for b in self.buckets]
-        wide = torch.promote_types(parts[0].dtype, torch.float32)
-        norms = [torch.linalg.vector_norm(p, norm_type, dtype=wide) for p in parts if p.numel()]
-        total = torch.stack(norms) if norms else parts[0].new_zeros(1, dtype=wide)
-        if norm_type == float("inf"):
-            norm = coll.all_reduce(total.max(), "max", group=self.process_group, by="clip")
+        parts = [part for _, part in self.mean_gradients()]  # disjoint over ranks, no padding
+        dtypes = [torch.promote_types(b.full.dtype.to_real(), torch.float32) for b in self.buckets]
+        wide = torch.float64 if torch.float64 in dtypes else torch.float32
+        mine = torch.zeros(len(parts) + 1, dtype=wide, device=self.buckets[0].full.device)
+        for i, part in enumerate(parts):
+            real = torch.view_as_real(part).norm(dim=-1) if part.is_complex() else part
+            mine[i] = torch.linalg.vector_norm(real, norm_type, dtype=wide)
+        if math.isinf(norm_type):
+            norm = coll.all_reduce(mine.max(), "max", group=self.process_group, by="zero clip")
         else:
-            powers = (total**norm_type).sum()
-            norm = coll.all_reduce(powers, group=self.process_group, by="clip") ** (1 / norm_type)
+            norm = (mine**norm_type).sum()
+            coll.all_reduce(norm, group=self.process_group, by="zero clip")
+            norm = norm ** (1 / norm_type)
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for bucket in self.buckets:
-            bucket.mean.mul_(scale.to(bucket.mean.dtype))
+        for part in parts:
+            part.mul_(scale.to(part.device, part.dtype.to_real()))
         return norm
 
+    @torch.no_grad()
     def mean_gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter with the part of its mean gradient that this rank owns (1-D, to be scaled
         in place), between backward and step. Collective when reductions are still to be made."""
-        self._finish_reductions()
+        self.finish_reductions()
         for bucket in self.buckets:
             for piece in bucket.layout.pieces(self.rank):
                 part = bucket.mean.narrow(0, piece.shard_start, piece.stop - piece.start)
                 yield bucket.params[piece.index], part
 
-    def _valid(self, bucket: Bucket) -> int:
-        begin = self.rank * bucket.layout.shard_numel
-        return max(0, min(bucket.layout.shard_numel, bucket.layout.numel - begin))
-
     # --- buffers ------------------------------------------------------------------------------
+
+    def _own_grad(self, bucket: Bucket) -> Tensor:
+        return bucket.layout.shard(bucket.grad, self.rank)
 
     def _take_grad_buffer(self, bucket: Bucket) -> None:
         dtype, need = self.reduce_dtype or bucket.full.dtype, bucket.layout.padded_numel
@@ -361,7 +369,7 @@ class ZeroOptimizer(Optimizer):
             need = max(b.layout.padded_numel for b in same)
         if bucket.grad_buffer is None:
             bucket.grad_buffer = torch.empty(need, dtype=dtype, device=bucket.full.device)
-            # Stage 2 keeps shards; what passes through these buffers is not kept by anybody.
+            # With stage 2 gradients only pass through; what stays is the shard.
             tag(bucket.grad_buffer, "gradients" if self.stage == 1 else "buffers")
         bucket.grad = bucket.grad_buffer[: bucket.layout.padded_numel]
         bucket.layout.clean_padding(bucket.grad)
@@ -372,148 +380,64 @@ class ZeroOptimizer(Optimizer):
         buffer = self._scratch[lane]
         if need and (buffer is None or buffer.numel() < need or buffer.dtype != bucket.grad.dtype):
             most = max(b.layout.shard_numel for b in self.buckets) * (self.world_size - 1)
-            buffer = self._scratch[lane] = bucket.grad.new_empty(most)
-            tag(buffer, "buffers")
+            buffer = self._scratch[lane] = tag(bucket.grad.new_empty(most), "buffers")
         return buffer[:need] if need else None
 
-    # --- saving: independent of the number of ranks, or this rank's part -----------------------
+    def _to_disk(self, bucket: Bucket) -> None:
+        """Move states that a step has made to files, and give back the pages of those there."""
+        state = bucket.inner.state[bucket.shard]
+        for key, value in state.items():
+            file = bucket.on_disk.get(key)
+            sharded = isinstance(value, Tensor) and value.shape == bucket.shard.shape
+            if sharded and (file is None or value is not file.tensor):
+                bucket.on_disk[key] = tiers.DiskTensor(value, self.directory)
+                state[key] = bucket.on_disk[key].tensor
+        for file in bucket.on_disk.values():
+            file.release()
+
+    # --- saving ---------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state dict that the plain optimizer would have, whole tensors on every rank
-        (collective).
+        """The state dict of the plain optimizer, whole tensors on every rank (collective).
 
-        Keyed by parameter index like torch's, so it loads into a plain `optimizer_class` and into a
+        Keyed by parameter index like torch's: it loads into a plain `optimizer_class` and into a
         ZeroOptimizer of any stage and world size. 32-bit masters are under the extra key `master`.
         """
-        place = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        state: dict[int, dict[str, Any]] = {}
-        masters: dict[int, Tensor] = {}
-        for bucket in self.buckets:
-            indices = [place[p] for p in bucket.params]
-            for key, value in bucket.inner.state.get(bucket.shard, {}).items():
-                for index, part in zip(indices, self._whole(bucket, value), strict=True):
-                    state.setdefault(index, {})[key] = part
-            if bucket.shard.dtype != bucket.full.dtype:
-                masters.update(
-                    zip(indices, self._whole(bucket, bucket.shard.detach()), strict=True)
-                )
-        result = {"state": dict(sorted(state.items())), "param_groups": self._packed_groups(place)}
-        return {**result, "master": dict(sorted(masters.items()))} if masters else result
+        return zero_state.full(self)
 
     def load_full_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's shard out of a state dict of `full_state_dict()` or of a plain
-        optimizer."""
-        place = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        groups = state_dict["param_groups"]
-        ours, theirs = ([len(g["params"]) for g in gs] for gs in (self.param_groups, groups))
-        if ours != theirs:
-            raise ValueError(
-                f"the saved parameter groups have {theirs} parameters, this has {ours}"
-            )
-        for index, values in state_dict["state"].items():
-            param = next((p for p, i in place.items() if i == index), None)
-            for key, value in values.items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != param.shape:
-                    raise ValueError(
-                        f"saved state {key!r} of parameter {index} has shape {tuple(value.shape)}, "
-                        f"the parameter has {tuple(param.shape)}"
-                    )
-        for mine, saved in zip(self.param_groups, groups, strict=True):
-            mine.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
-        for bucket in self.buckets:
-            saved = [state_dict["state"].get(place[p], {}) for p in bucket.params]
-            keys = {key for values in saved for key in values}
-            bucket.inner.state.clear()
-            if keys:
-                bucket.inner.state[bucket.shard] = {k: self._own(bucket, k, saved) for k in keys}
-            masters = state_dict.get("master")
-            if masters and bucket.shard.dtype != bucket.full.dtype:
-                parts = [{"master": masters[place[p]]} for p in bucket.params]
-                bucket.shard.data.copy_(self._own(bucket, "master", parts))
+        """Take this rank's shard out of a `full_state_dict()` or a plain optimizer's state dict.
+
+        ValueError, before anything changes, if its groups or shapes do not fit.
+        """
+        zero_state.load_full(self, state_dict)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's shard of the state; loads on the same rank of the same number of ranks."""
-        place = {p: i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
-        return {
-            "state": {b.index: dict(b.inner.state.get(b.shard, {})) for b in self.buckets},
-            "masters": {
-                b.index: b.shard.detach() for b in self.buckets if b.shard.dtype != b.full.dtype
-            },
-            "param_groups": self._packed_groups(place),
-            "shard": (self.rank, self.world_size, [b.layout.shard_numel for b in self.buckets]),
-        }
+        return zero_state.shard(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` gave on this rank; ValueError if it was cut differently."""
-        mine = (self.rank, self.world_size, [b.layout.shard_numel for b in self.buckets])
-        theirs = state_dict.get("shard")
-        if theirs is None or tuple(theirs) != mine:
-            raise ValueError(
-                f"this is the shard {theirs} (rank, world size, bucket shards), needed is {mine}: "
-                "use full_state_dict() to move between world sizes or from a plain optimizer"
-            )
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
-        for bucket in self.buckets:
-            bucket.inner.state.clear()
-            values = state_dict["state"][bucket.index]
-            if values:
-                copies = {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
-                bucket.inner.state[bucket.shard] = copies
-            if bucket.index in state_dict["masters"]:
-                bucket.shard.data.copy_(state_dict["masters"][bucket.index])
-
-    def _packed_groups(self, place: dict[nn.Parameter, int]) -> list[dict[str, Any]]:
-        return [{**g, "params": [place[p] for p in g["params"]]} for g in self.param_groups]
-
-    def _whole(self, bucket: Bucket, value: Any) -> list[Any]:
-        """One value per parameter: sharded states gathered, scalars (Adam's step) copied."""
-        if not (isinstance(value, Tensor) and value.shape == bucket.shard.shape):
-            return [value.clone() if isinstance(value, Tensor) else value for _ in bucket.params]
-        full = value.new_empty(bucket.layout.padded_numel)
-        coll.all_gather(full, value.contiguous(), group=self.process_group, by="zero state")
-        return [view.clone() for view in bucket.layout.views(full)]
-
-    def _own(self, bucket: Bucket, key: str, saved: list[dict[str, Any]]) -> Any:
-        example = next(values[key] for values in saved if key in values)
-        if not (isinstance(example, Tensor) and example.dim()) and not any(
-            isinstance(v.get(key), Tensor) and v[key].dim() for v in saved
-        ):
-            return example.clone() if isinstance(example, Tensor) else example
-        dtype = example.dtype
-        full = bucket.layout.buffer(dtype, bucket.shard.device)
-        parts = [v[key] if key in v else torch.zeros(p.shape, dtype=dtype)
-                 for v, p in zip(saved, bucket.params, strict=True)]  # fmt: skip
-        return bucket.layout.shard(bucket.layout.pack(parts, full), self.rank).clone()
+        zero_state.load_shard(self, state_dict)
 
 
-def _refuse_unless_elementwise(optimizer_class: type[Optimizer], defaults: dict[str, Any]) -> None:
-    """Two steps on a matrix must give the same values as on its elements cut into two pieces."""
-    if "lr" in defaults:
-        defaults = {**defaults, "lr": 0.1}
-    generator = torch.Generator().manual_seed(0)
-    start, *grads = torch.randn(3, 24, dtype=torch.float64, generator=generator)
-    results = []
-    for shapes in ([(4, 6)], [(7,), (17,)]):
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        params = [
-            nn.Parameter(v.clone().view(s)) for v, s in zip(start.split(sizes), shapes, strict=True)
-        ]
-        try:
-            optimizer = optimizer_class(params, **defaults)
-            for grad in grads:
-                for param, part in zip(params, grad.split(sizes), strict=True):
-                    param.grad = part.clone().view(param.shape)
-                optimizer.step()
-        except Exception as error:
-            raise ValueError(
-                f"{optimizer_class.__name__} cannot run on a flat shard: {error}. ZeRO needs an "
-                "optimizer that updates every element on its own (SGD, Adam, AdamW, RMSprop, ...)"
-            ) from error
-        results.append(torch.cat([p.detach().flatten() for p in params]))
-    if not torch.allclose(*results, rtol=1e-9, atol=0):
-        raise ValueError(
-            f"{optimizer_class.__name__} updates an element by looking at the rest of its tensor "
-            "(a norm, a matrix): on a flat shard it would see only a part. Use an elementwise "
-            "optimizer with ZeRO, or this one with DDP"
-        )
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two shards are the same memory."""
+    storages = (t.untyped_storage()._cdata for t in (a, b))  # fake tensors have no data_ptr
+    return len(set(storages)) == 1 and a.storage_offset() == b.storage_offset()
+
+
+def _averaged_by_ddp(param: nn.Parameter) -> bool:
+    from minidist.parallel import ddp  # only here: stages 1 and 2 need no DDP
+
+    owner = ddp._owners.get(param)
+    return owner is not None and owner() is not None
+
+
+def _cannot_be_sharded(name: str, param: nn.Parameter) -> str:
+    owner = _owners.get(param, lambda: None)()
+    if owner is not None:
+        return f"parameter {name} already belongs to a ZeroOptimizer"
+    if param.is_meta:
+        return f"parameter {name} is on the meta device and has no values: initialise it first"
+    return ""
