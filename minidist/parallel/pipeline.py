@@ -278,29 +278,35 @@ class Pipeline(nn.Module):
         return input_parts, list(target_parts)
 
     # ------------------------------------------------------------------ names
-    def named_parameters(self, *args, **kwargs) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters under the names they have in the model that was split."""
-        for chunk, prefix in zip(self.chunks, self._prefixes(), strict=True):
-            for name, parameter in chunk.named_parameters(*args, **kwargs):
-                yield prefix + name, parameter
+        met = set()  # zb-v puts embedding and head on one rank: tied, they are one parameter
+        for start, chunk in self._named_chunks(prefix and prefix + "."):
+            for name, parameter in chunk.named_parameters("", recurse, remove_duplicate):
+                if parameter not in met or not remove_duplicate:
+                    met.add(parameter)
+                    yield start + name, parameter
 
     def state_dict(self, *args, **kwargs) -> dict[str, Any]:
         """This rank's part of the state dict of the model that was split, under the same names."""
-        state = {}
-        for chunk, prefix in zip(self.chunks, self._prefixes(), strict=True):
-            state.update({prefix + k: v for k, v in chunk.state_dict(*args, **kwargs).items()})
-        return state
+        return {
+            start + name: value
+            for start, chunk in self._named_chunks()
+            for name, value in chunk.state_dict(*args, **kwargs).items()
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Take this rank's part out of a state dict of the whole model (or of this part)."""
-        for chunk, prefix in zip(self.chunks, self._prefixes(), strict=True):
-            names = [name for name in chunk.state_dict() if prefix + name in state_dict]
-            chunk.load_state_dict({name: state_dict[prefix + name] for name in names}, strict)
+        for start, chunk in self._named_chunks():
+            names = [name for name in chunk.state_dict() if start + name in state_dict]
+            chunk.load_state_dict({name: state_dict[start + name] for name in names}, strict)
 
-    def _prefixes(self) -> list[str]:
+    def _named_chunks(self, start: str = "") -> list[tuple[str, nn.Module]]:
         # Parts of a split model have different names; hand-made chunks may not.
         plain = len(self.chunks) == 1 or all(isinstance(chunk, Stage) for chunk in self.chunks)
-        return [("" if plain else f"{i}.") for i in range(len(self.chunks))]
+        return [(start if plain else f"{start}{i}.", c) for i, c in enumerate(self.chunks)]
 
 
 def _resolve(schedule: str | Schedule, size: int, microbatches: int, parts: list) -> Schedule:
@@ -348,13 +354,14 @@ def _agree(problem: str | None, settings: Any, group) -> None:
 
 @contextmanager
 def _frozen_statistics(module: nn.Module):
-    """Batch norms keep normalising by the batch but leave their running statistics alone: forwards
-    that run inside a backward are recomputations and must not count a second time."""
+    """Batch norms keep normalising by the batch but leave their running statistics as they are:
+    forwards that run inside a backward are recomputations and must not count a second time."""
     norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = not norm.training
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, (momentum, count) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count

@@ -54,13 +54,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input, weight, bias, pending):
         ctx.save_for_backward(input, weight)
-        ctx.bias, ctx.pending = bias, pending
+        # Saved-tensor hooks may hand back an alias of the weight, not the parameter itself.
+        ctx.parameters, ctx.pending = (weight, bias), pending
         return _plain_linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx, grad_output):
         input, weight = ctx.saved_tensors
-        ctx.pending.append((weight, ctx.bias, input, grad_output))
+        ctx.pending.append((*ctx.parameters, input, grad_output))
         if not ctx.needs_input_grad[0]:
             return None, None, None, None
         # Under autocast the product ran in 16 bits: so do its gradients, the parameters stay 32.
