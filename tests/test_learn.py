@@ -609,15 +609,6 @@ def test_empty_data_draws_an_empty_picture(pyplot):
     figures.scaling_curves({})
 
 
-def test_comparison_is_saved(tmp_path, pyplot):
-    rows = [
-        {"strategy": name, "bytes": {"parameters": held, "peak": 5e6}, "sent": s, "sent_formula": s}
-        for name, held, s in (("single", 4e6, 0), ("fsdp", 1e6, 3e6))
-    ]
-    figures.comparison(rows, tmp_path / "compare.png")
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_without_a_chinese_font_the_chinese_part_is_left_out(monkeypatch, pyplot):
     monkeypatch.setattr(style, "chinese_font", lambda: None)
     assert style.label("memory", "内存") == "memory"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minidist.learn.style import (
@@ -33,7 +32,6 @@ from minidist.learn.style import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _ACTION_SPAN = re.compile(r"([FBIW])(\d+)(?:\.(\d+))?")
 
@@ -50,8 +48,9 @@ def memory_bars(
 ) -> Axes:
     """One bar per row (a strategy, a stage or a rank), stacked by kind of memory.
 
-    `rows`: name -> {kind: bytes}, such as ``measure().memory.at_peak``; a key ``peak`` is not
-    stacked but marked by a line: the kinds do not all reach their own peak at the same moment.
+    `rows`: name -> {kind: bytes}, such as ``measure().memory.at_peak`` or the ``bytes`` of a row of
+    ``minidist compare --json``; a key ``peak`` is not stacked but marked by a line: the kinds do
+    not all reach their own peak at the same moment.
     `formula`: name -> bytes that the formula gives for the whole bar, marked by a black line.
     """
     peaks = {name: row["peak"] for name, row in rows.items() if "peak" in row}
@@ -93,6 +92,12 @@ def traffic_bars(
     ax = _stacked_bars(rows, parts, [(formula or {}, "formula", "公式", "black")], ax)
     set_title(ax, "bytes sent by one rank", "每个 rank 发送的字节", title)
     return ax
+
+
+def _by_operation(sent) -> Mapping[str, float]:
+    if hasattr(sent, "by_op"):
+        return {operation: total.sent_bytes for operation, total in sent.by_op.items()}
+    return sent
 
 
 def _stacked_bars(rows, parts, marks, ax) -> Axes:
@@ -320,39 +325,3 @@ def scaling_curves(
     set_title(ax, "speed-up", "加速比", title)
     set_legend(ax)
     return ax
-
-
-# ------------------------------------------------------------------------------- the main job
-
-
-def comparison(rows: Sequence[Mapping[str, Any]], path: str | Path | None = None) -> Figure:
-    """Memory and traffic of all strategies, from the rows of ``minidist compare --json``.
-
-    Saved to `path` (its ending picks the format) if given.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 1.6 + 0.34 * len(rows)), layout="constrained", dpi=110)
-    memory, traffic = figure.subplots(1, 2)
-    names = [row["strategy"] for row in rows]
-    memory_bars({n: row["bytes"] for n, row in zip(names, rows, strict=True)}, ax=memory)
-    traffic_bars(
-        {n: _by_operation(row["sent"]) for n, row in zip(names, rows, strict=True)},
-        {
-            n: sum(_by_operation(row["sent_formula"]).values())
-            for n, row in zip(names, rows, strict=True)
-            if row.get("sent_formula") is not None
-        },
-        title=label("bytes sent per rank and step", "每步每个 rank 发送的字节"),
-        ax=traffic,
-    )
-    traffic.set_yticklabels([])
-    if path is not None:
-        figure.savefig(path)
-    return figure
-
-
-def _by_operation(sent: Any) -> Mapping[str, float]:
-    if hasattr(sent, "by_op"):
-        return {operation: total.sent_bytes for operation, total in sent.by_op.items()}
-    return sent if isinstance(sent, Mapping) else {label("sent", "发送"): sent}

@@ -20,6 +20,7 @@ _CJK_FAMILIES = (
 # Colours that stay apart for colour-blind readers and in grey print.
 KIND_COLORS = {
     "parameters": "#4477AA",
+    "gathered": "#99BBDD",  # full parameters, only while they are used
     "gradients": "#228833",
     "optimizer": "#CCBB44",
     "activations": "#EE6677",
@@ -40,6 +41,7 @@ LINE_COLORS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377",
 
 KIND_ZH = {
     "parameters": "参数",
+    "gathered": "收集到的参数",
     "gradients": "梯度",
     "optimizer": "优化器状态",
     "activations": "激活值",
