@@ -297,7 +297,9 @@ class Memory:
             elif nbytes:
                 # Was empty when we began (a unit that FSDP had freed): it comes now, and was not
                 # there all along, as a storage first met as an operand would be.
-                self._adopt(storage, nbytes, storage.device.type, None, False)
+                # Fake tensors keep their storages on meta: only tensors know what they play.
+                device = storage.device.type
+                self._adopt(storage, nbytes, "cpu" if device == "meta" else device, None, False)
             self.settle()
 
     def save(self, storage, tensor: Tensor) -> _Entry | None:
