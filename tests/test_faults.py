@@ -230,7 +230,7 @@ def test_a_rank_that_was_stopped_between_two_calls():
         with pytest.raises(md.RankFailure) as caught:
             # Too large for the socket's buffer: sending must not wait for ever either.
             group.run(lambda x: dist.barrier(), torch.ones(10_000_000), timeout=1)
-        assert time.monotonic() - begun < 8 + BUSY
+        assert time.monotonic() - begun < 12 + BUSY
         assert caught.value.rank == 1 and "is stopped" in caught.value.states[1]
 
 

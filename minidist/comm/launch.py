@@ -309,6 +309,8 @@ class _Call:
         if kind == "done":
             self.results[rank] = content
             return
+        if rank in self.errors:  # that it raised says more than that it ended afterwards
+            return
         if kind == "died":
             words = list(process.last_words)
             content = failure.died(process.pid, content, words, process.crash(), seen)

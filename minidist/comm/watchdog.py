@@ -51,8 +51,8 @@ Frame = tuple[str, int, str, str]  # file, line, function, source line ("" where
 
 def snapshot() -> dict:
     """What the main thread of this process is doing, and its last collectives."""
-    from minidist.comm import ledger
-
+    # Nothing may be imported here: the main thread may be in the middle of importing it.
+    ledger = sys.modules.get("minidist.comm.ledger")
     frame = sys._current_frames().get(threading.main_thread().ident)
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
     frames = own([(f.filename, f.lineno or 0, f.name, _known(f)) for f in reversed(stack)])
@@ -63,7 +63,7 @@ def snapshot() -> dict:
             "numel": r.numel, "dtype": r.dtype, "by": r.by, "peer": r.peer,
             "site": list(r.site), "age": now - r.issued, "done": r.finished is not None,
         }
-        for r in list(ledger.last)[-_RECORDS:]
+        for r in (list(ledger.last)[-_RECORDS:] if ledger else ())
     ]  # fmt: skip
     return {
         "frames": frames,
@@ -84,9 +84,8 @@ def _known(frame: traceback.FrameSummary) -> str:
 
 
 def _members(names: set[str]) -> dict[str, list[int]]:
-    import torch.distributed as dist
-
-    if not names or not dist.is_initialized():
+    dist = sys.modules.get("torch.distributed")
+    if not names or dist is None or not dist.is_initialized():
         return {}
     known = {group.group_name: group for group in list(dist.distributed_c10d._world.pg_map)}
     return {n: dist.get_process_group_ranks(known[n]) for n in sorted(names & set(known))}

@@ -185,12 +185,14 @@ class _Rank:
         sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
         try:
             (setup,) = pickle.loads(self.connection.recv_bytes())
-            self.join_group(setup, store_fd)
-            self.loop()
         except EOFError:
-            pass
+            os._exit(1)  # the program has gone
+        try:
+            self.join_group(setup, store_fd)
         except BaseException as error:
             self.send("error", watchdog.describe(error))
+        else:
+            self.loop()
         _flush()
         os._exit(0)  # no destructors: gloo's would wait for ranks that have already gone
 
