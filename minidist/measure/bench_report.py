@@ -13,7 +13,7 @@ def table(rows: list[dict]):
     shown.add_column("strategy\nranks", no_wrap=True)
     shown.add_column("ours", justify="right", no_wrap=True)
     shown.add_column("best peer", min_width=15)
-    for heading in ("ratio\n(range)", "CPU\nratio", "goal", "to the\nfloor", "peak MB\n(peer)"):
+    for heading in ("ratio\n(goal)", "CPU\nratio", "to the\nfloor", "peak MB\n(peer)"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         best = row["best_peer"]
@@ -23,7 +23,6 @@ def table(rows: list[dict]):
             f"{_ms(row['peers'][best])} {best}" if best else "none ran",
             _ratio(row),
             _number(row["cpu_ratio_to_best_peer"]),
-            _number(row["goal"]),
             _number(row["ratio_to_floor"]),
             f"{_mb(row['ours_peak_bytes'])}\n({_mb(row['best_peer_peak_bytes'])})",
         )
@@ -95,7 +94,6 @@ def _number(value: float | None) -> str:
 def _ratio(row: dict) -> str:
     if row["ratio_to_best_peer"] is None:
         return ""
-    low, high = row["ratio_spread"]
     color = {True: "[green]", False: "[red]", None: ""}[row["met"]]
     ratio = f"{color}{row['ratio_to_best_peer']:.2f}{'[/]' if color else ''}"
-    return f"{ratio}\n({low:.2f}-{high:.2f})"
+    return ratio if row["goal"] is None else f"{ratio}\n({row['goal']:.2f})"
