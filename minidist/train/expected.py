@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from minidist.parallel.buckets import plan_buckets
 from minidist.parallel.schedules import Schedule, schedule
 from minidist.parallel.split import split
 from minidist.plan import formulas
@@ -19,6 +20,7 @@ from minidist.plan.shapes import Transformer
 from minidist.train.activations import layer_activation_bytes
 from minidist.train.config import Layout, TrainConfig
 from minidist.train.model import GPT, GPTConfig
+from minidist.train.report import KINDS
 
 # Which ZeRO stage each data-parallel kind is (document 4.2 and 5.2).
 STAGE = {"ddp": 0, "zero1": 1, "zero2": 2, "fsdp-grad-op": 2, "fsdp": 3}
@@ -54,8 +56,9 @@ def expected(config: TrainConfig, layout: Layout, rank: int) -> dict:
     """What one rank should hold (the kinds of `rows.kinds_of`), send per step, and wait.
 
     Returns ``{"bytes": {kind: bytes}, "sent": bytes, "bubble": fraction of ideal time or None}``.
-    ``peak`` is the sum of all kinds, as if they were all at their highest at once. ``gathered`` and
-    ``buffers`` are missing for sharded data parallelism inside of another axis.
+    ``peak`` is the sum of all kinds, as if they were all at their highest at once. Kinds without a
+    formula are missing: ``gathered`` and ``buffers`` of sharded data parallelism inside of another
+    axis, ``activations`` of schedules that split the backward.
     """
     place = place_of(rank, layout)
     size = config.torch_dtype().itemsize
@@ -64,7 +67,8 @@ def expected(config: TrainConfig, layout: Layout, rank: int) -> dict:
     held = _states(config, layout, parameters)
     held |= _activations(config, layout, place, layers)
     held |= _passing(config, layout, parameters)
-    held["peak"] = sum(held.values())
+    if len(held) == len(KINDS):
+        held["peak"] = sum(held.values())
     return {
         "bytes": held,
         "sent": size * _sent_elements(config, layout, place, layers, parameters),
@@ -159,7 +163,7 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
         return {}
     others = (ranks - 1) / ranks
     if kind in ("zero1", "zero2"):
-        bucket = size * _largest_bucket(config)
+        bucket = size * largest_bucket(config)
         received = others * bucket  # the other ranks' parts of one bucket, on their way in
         # Stage 1 lets two reductions travel at once. Stage 2 one, for it also has to keep the whole
         # gradients of a bucket while they travel, and of the next while they arrive.
@@ -179,18 +183,14 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
     return {"gathered": size * whole, "buffers": buffers}
 
 
-def _largest_bucket(config: TrainConfig) -> int:
-    """Elements in the fullest bucket: parameters in reverse order, each bucket filled up to the cap
-    as far as whole parameters fit (Li 2020, section 3.2.3)."""
+def largest_bucket(config: TrainConfig) -> int:
+    """Elements in the fullest bucket: parameters in reverse order, cut at the cap (Li 2020, section
+    3.2.3)."""
     with torch.device("meta"):
-        model = GPT(config.model)
-    cap = config.bucket_cap_mb * 2**20 / config.torch_dtype().itemsize
-    largest = used = 0
-    for parameter in reversed(list(model.parameters())):
-        fits = used + parameter.numel() <= cap
-        used = used + parameter.numel() if fits else parameter.numel()
-        largest = max(largest, used)
-    return largest
+        parameters = list(GPT(config.model).to(config.torch_dtype()).parameters())
+    order, cap = range(len(parameters))[::-1], config.bucket_cap_mb
+    plan = plan_buckets(parameters, order, cap, cap)
+    return max(sum(parameters[index].numel() for index in bucket) for bucket in plan)
 
 
 def _sent_elements(

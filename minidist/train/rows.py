@@ -5,7 +5,7 @@ from __future__ import annotations
 from minidist.parallel.flat import SHARD_ALIGN
 from minidist.parallel.schedules import Action, Schedule
 from minidist.train.config import Layout, TrainConfig
-from minidist.train.expected import expected, place_of
+from minidist.train.expected import expected, largest_bucket, place_of
 
 UNEXPLAINED = "not explained: please report this"
 TOLERANCE = 0.01  # what may differ from its formula without a reason
@@ -175,6 +175,10 @@ def _why(cell: str, difference: float, config: TrainConfig, layout: Layout) -> s
     padding = tensors * layout.dp * SHARD_ALIGN * size
     if layout.dp > 1 and cell != "activations" and 0 < difference <= 2 * padding:
         return "flat buffers are padded to equal, aligned shards"
+    if cell == "buffers" and layout.dp_kind == "zero2":
+        bucket = largest_bucket(config) * config.torch_dtype().itemsize
+        if abs(difference - bucket) <= TOLERANCE * bucket:
+            return "a third bucket is open: gradients come out of order where two buckets meet"
     if cell == "optimizer" and 0 < difference <= 4 * tensors:
         return "Adam counts its steps in one number per tensor"
     if cell == "sent" and 0 < difference <= 1024:

@@ -55,9 +55,9 @@ def show_comparison(
     if mixed_rows:
         console.print(
             "\n[bold]The same in mixed precision[/]: 16-bit parameters and gradients, 32-bit "
-            "master and Adam states, 16 bytes per parameter\n[dim]model states between backward and step, "
-            "really run; FSDP's 32-bit shard is its master copy. In pure 32 bits (above) ZeRO-1 "
-            "saves at most 2x.[/]"
+            "master and Adam states, 16 bytes per parameter\n[dim]Model states between backward "
+            "and step, really run. FSDP's 32-bit shard is its master copy. In pure 32 bits (above) "
+            "ZeRO-1 saves at most 2x.[/]"
         )
         mixed_table(mixed_rows, console)
 
