@@ -175,6 +175,7 @@ class ZeroOptimizer(Optimizer):
             shard = bucket.on_disk["master"].tensor
         bucket.shard = nn.Parameter(shard)
         bucket.inner = self.optimizer_class([{"params": [bucket.shard], **self.options(bucket)}])
+        bucket.inner.state = self.state  # one dictionary: shard -> its states
 
     def options(self, bucket: Bucket) -> dict[str, Any]:
         """The options of the bucket's parameter group (lr, betas, ...), as they are now."""
@@ -385,15 +386,19 @@ class ZeroOptimizer(Optimizer):
 
     def _to_disk(self, bucket: Bucket) -> None:
         """Move states that a step has made to files, and give back the pages of those there."""
-        state = bucket.inner.state[bucket.shard]
-        for key, value in state.items():
+        moved = False
+        for key, value in self.state[bucket.shard].items():
             file = bucket.on_disk.get(key)
             sharded = isinstance(value, Tensor) and value.shape == bucket.shard.shape
             if sharded and (file is None or value is not file.tensor):
                 bucket.on_disk[key] = tiers.DiskTensor(value, self.directory)
-                state[key] = bucket.on_disk[key].tensor
+                self.state[bucket.shard][key] = bucket.on_disk[key].tensor
+                moved = True
         for file in bucket.on_disk.values():
             file.release()
+        if moved:
+            value = file = None
+            tiers.trim_heap()
 
     # --- saving ---------------------------------------------------------------------------------
 

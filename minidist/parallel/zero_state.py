@@ -20,7 +20,7 @@ def full(zero: ZeroOptimizer) -> dict[str, Any]:
     masters: dict[int, Tensor] = {}
     for bucket in zero.buckets:
         indices = [place[p] for p in bucket.params]
-        for key, value in bucket.inner.state.get(bucket.shard, {}).items():
+        for key, value in zero.state.get(bucket.shard, {}).items():
             for index, part in zip(indices, _whole(zero, bucket, value), strict=True):
                 state.setdefault(index, {})[key] = part
         if bucket.shard.dtype != bucket.full.dtype:
@@ -49,7 +49,7 @@ def load_full(zero: ZeroOptimizer, saved: dict[str, Any]) -> None:
 
 def shard(zero: ZeroOptimizer) -> dict[str, Any]:
     return {
-        "state": {b.index: dict(b.inner.state.get(b.shard, {})) for b in zero.buckets},
+        "state": {b.index: dict(zero.state.get(b.shard, {})) for b in zero.buckets},
         "masters": {b.index: b.shard.detach() for b in zero.buckets
                     if b.shard.dtype != b.full.dtype},
         "param_groups": _packed_groups(zero),
@@ -107,10 +107,10 @@ def _load_options(zero: ZeroOptimizer, saved: dict[str, Any]) -> None:
 
 
 def _set_state(zero: ZeroOptimizer, bucket: Bucket, state: dict[str, Any]) -> None:
-    bucket.inner.state.clear()
+    zero.state.pop(bucket.shard, None)
     bucket.on_disk = {k: v for k, v in bucket.on_disk.items() if k == "master"}
     if state:
-        bucket.inner.state[bucket.shard] = state
+        zero.state[bucket.shard] = state
 
 
 def _whole(zero: ZeroOptimizer, bucket: Bucket, value: Any) -> list[Any]:
