@@ -271,7 +271,7 @@ def test_one_rank_skips_a_collective():
     assert error.rank == 1 and error.states[1] == "finished"
     for rank in (0, 2):
         assert f"waiting in all_reduce at {line_of(work, 'ones(8)')}" in error.states[rank]
-        assert "[all_reduce of 8 float32, loss, for " in error.states[rank]
+        assert "[all_reduce of 8 float32, loss, number 1 in group 0, for " in error.states[rank]
     assert (
         "First difference, collective 1 of group 0: ranks 0, 2: all_reduce of 8 float32 at "
         f"{line_of(work, 'ones(8)')}; rank 1: did not get there" in told
@@ -430,6 +430,7 @@ def snap(*records, frames=(), group=("0", [0, 1])):
         "groups": {group[0]: group[1]},
         "cpu": 0.0,
         "threads": 0,
+        "asleep": True,
     }
 
 
@@ -449,6 +450,10 @@ def test_first_difference():
     # A member that never came has no record of the group at all.
     nothing = {**snap(), "groups": {}}
     assert "collective 0 of group 0" in watchdog.first_difference({0: snap(*same), 1: nothing})
+    # Messages are each rank's own affair.
+    sent = snap(("all_reduce", 8))
+    sent["records"] = [{**sent["records"][0], "op": "send", "peer": 1}, *sent["records"]]
+    assert watchdog.first_difference({0: sent, 1: snap(("all_reduce", 8))}) == ""
     # all_to_all may have a size of its own on every rank.
     uneven = {0: snap(("all_to_all", 3)), 1: snap(("all_to_all", 5))}
     assert watchdog.first_difference(uneven) == ""
@@ -469,6 +474,8 @@ def test_a_deadlock_needs_all_ranks_to_stand_still():
     assert not any(looks(*[{0: still[0]}] * 9)), "a rank that does not answer"
     threads = {0: still[0], 1: {**still[1], "threads": 1}}
     assert not any(looks(*[threads] * 9))
+    starved = {0: still[0], 1: {**still[1], "asleep": False}}
+    assert not any(looks(*[starved] * 9)), "a rank that waits for the processor"
     moving = [{0: still[0], 1: {**still[1], "cpu": 0.2 * i}} for i in range(9)]
     assert not any(looks(*moving)), "a rank that uses the processor"
 

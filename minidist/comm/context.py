@@ -38,6 +38,8 @@ def init(backend: str | None = None, timeout: float = 60) -> Iterator[Context]:
         yield _context()
         return
     backend = backend or _choose_backend()
+    if "nccl" in backend and not torch.cuda.is_available():
+        raise RuntimeError(f"backend {backend!r} needs a GPU, and there is none here: use 'gloo'")
     local_rank, local_ranks = _env("LOCAL_RANK", 0), _env("LOCAL_WORLD_SIZE", 1)
     if "nccl" in backend:
         torch.cuda.set_device(local_rank)  # or every rank would use the first GPU

@@ -214,7 +214,8 @@ def doing(snap: dict) -> str:
         r = next((r for r in pending if tuple(r["site"][:2]) in lines), pending[0])
         peer = "" if r["peer"] is None else f" with rank {r['peer']}"
         by = f", {r['by']}" if r["by"] else ""
-        text += f"  [{r['op']}{peer}{watchdog.size(r)}{by}, for {r['age']:.1f} s]"
+        number = f"number {r['seq']} in group {r['group']}"
+        text += f"  [{r['op']}{peer}{watchdog.size(r)}{by}, {number}, for {r['age']:.1f} s]"
     return text
 
 

@@ -117,6 +117,12 @@ class Ranks:
 
     def where(self) -> dict[int, str]:
         """What every rank is doing right now, in words; also from another thread during `run`."""
+        snaps = self.snapshots()
+        return failure.states({}, snaps, self._silent(snaps), self.n)
+
+    def snapshots(self) -> dict[int, dict]:
+        """The same as data, without ranks that do not answer within a second: `frames` (file, line,
+        function, source line) from the outermost on, and the last `records` of the ledger."""
         if self._busy.acquire(blocking=False):
             try:
                 snaps = self._snapshots(_Call(self.n), lambda *_: None)
@@ -128,7 +134,7 @@ class Ranks:
             while len(self._answers[question]) < self.n and time.monotonic() < end:
                 time.sleep(0.01)
             snaps = self._answers.pop(question)
-        return failure.states({}, snaps, self._silent(snaps), self.n)
+        return snaps
 
     def kill(self) -> None:
         """End all ranks at once, whatever they are doing."""
@@ -330,10 +336,13 @@ def print_output(rank: int, stream: str, line: str) -> None:
     """Show a line that a rank printed, marked with the rank."""
     out = getattr(sys, stream)
     unfinished = line.endswith("\r")
-    if not unfinished:
-        print(f"[rank {rank}] {line}", file=out, flush=True)
-    elif out.isatty():
-        print(f"[rank {rank}] {line}", end="", file=out, flush=True)
+    if unfinished and not out.isatty():
+        return
+    text = f"[rank {rank}] {line}"
+    encoding = getattr(out, "encoding", None) or "utf-8"
+    # A terminal that cannot show a character must not end the job.
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
+    print(text, end="" if unfinished else "\n", file=out, flush=True)
 
 
 # ------------------------------------------------------------------------------------ small helpers

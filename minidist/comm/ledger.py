@@ -21,7 +21,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 class Record:
     """One collective or message as seen by this rank. Times are `time.perf_counter()` seconds."""
 
-    seq: int  # counts per group: the first difference between ranks tells where they parted
+    seq: int  # counts per group (messages: per peer); the first difference tells where ranks parted
     op: str  # all_reduce, reduce_scatter, all_gather, broadcast, send, recv, ...
     group: str  # name of the process group
     group_size: int
@@ -84,8 +84,11 @@ def open_record(
     tag: int | None = None,
 ) -> Record:
     """Write down that an operation starts now. `close_record` completes it."""
-    seq = _count[group]
-    _count[group] = seq + 1
+    # Messages are counted apart, for each peer: how many a rank sends is its own affair, and would
+    # hide where the collectives of two ranks part.
+    key = group if peer is None else f"{group} {op} {peer}"
+    seq = _count[key]
+    _count[key] = seq + 1
     record = Record(
         seq, op, group, group_size, numel, dtype, payload_bytes, sent_bytes, by,
         _call_site(), time.perf_counter(), peer=peer, tag=tag,

@@ -18,7 +18,7 @@ import traceback
 LISTENER = "minidist-listener"  # the thread that answers; not counted as a thread of the user
 ROUND = 0.5  # seconds between two looks at ranks from which nothing is heard
 ROUNDS = 4  # this many looks without any movement, and all waiting: a deadlock
-_IDLE_SECONDS = 0.05  # processor time that a waiting rank may use between two looks
+_IDLE_SECONDS = 0.005  # processor time that a waiting rank may use between two looks
 _RECORDS = 64  # of the ledger, in a snapshot
 
 _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -69,10 +69,25 @@ def snapshot() -> dict:
         "frames": frames,
         "records": records,
         "groups": _members({r["group"] for r in records}),
-        "cpu": time.process_time(),
+        "cpu": time.process_time() - time.thread_time(),  # without this thread, which answers
+        "asleep": _others_asleep(),
         # A second thread of the user may be about to set things moving.
         "threads": sum(t.name != LISTENER for t in threading.enumerate()) - 1,
     }
+
+
+def _others_asleep() -> bool:
+    """Whether no thread but this one runs or is ready to. On a busy machine a rank that has work to
+    do may not get a processor for seconds. True where this cannot be seen."""
+    me = str(threading.get_native_id())
+    try:
+        states = []
+        for thread in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
+                states.append((thread, file.read().rpartition(")")[2].split()[0]))
+    except OSError:
+        return True
+    return all(state == "S" for thread, state in states if thread != me)
 
 
 def _known(frame: traceback.FrameSummary) -> str:
@@ -166,6 +181,7 @@ class Watch:
         now = {r: (snaps[r]["frames"], snaps[r]["records"][-1:], snaps[r]["cpu"]) for r in waiting}
         still = now.keys() == self._before.keys() and all(
             waiting_in(snaps[r]["frames"])
+            and snaps[r]["asleep"]
             and snaps[r]["threads"] == 0
             and _unmoved(self._before[r], now[r])
             for r in waiting
