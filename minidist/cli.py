@@ -48,18 +48,18 @@ def main(argv: list[str] | None = None) -> int:
         import rich  # noqa: F401
         import typer
     except ImportError:
-        print(
-            "the command line needs two more packages: pip install minidist[cli]", file=sys.stderr
-        )
+        print("the command line needs typer and rich: pip install minidist[cli]", file=sys.stderr)
         return 1
     module = COMMANDS[name][0]
     try:
-        command = getattr(importlib.import_module(module), name)
+        command = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
-        if error.name == module or module.startswith(f"{error.name}."):
-            print(f"minidist {name} is not part of this version", file=sys.stderr)
-        else:
+        if error.name != module and not module.startswith(f"{error.name}."):
             print(f"minidist {name} needs the package {error.name}", file=sys.stderr)
+            return 1
+        command = None
+    if command is None:
+        print(f"minidist {name} is not part of this version", file=sys.stderr)
         return 1
     return _call(typer, command, name, arguments[1:])
 

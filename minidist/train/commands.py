@@ -90,6 +90,8 @@ def train(
 
       torchrun --nproc-per-node 4 -m minidist train --strategy fsdp
     """
+    if timeout <= 0:
+        raise typer.BadParameter(f"timeout must be positive, got {timeout:g}")
     joined = under_torchrun()
     if ranks is None:
         ranks = int(os.environ["WORLD_SIZE"]) if joined else _ranks_for(strategy, dp, pp, tp)

@@ -164,6 +164,8 @@ class TrainConfig:
         for name in ("steps", "batch", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.bucket_cap_mb is not None and self.bucket_cap_mb < 0:
+            raise ConfigError(f"bucket must be at least 0 MiB, got {self.bucket_cap_mb:g}")
         if not self.lr > 0:
             raise ConfigError(f"lr must be positive, got {self.lr}")
         if self.warmup < 0 or self.seed < 0:
