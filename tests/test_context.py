@@ -59,7 +59,7 @@ def test_alone_it_is_a_world_of_one(tmp_path):
     assert out.splitlines() == ["0 1 0 cpu gloo [1.0, 1.0]", "True", "False", "False", "1"]
 
 
-JOINED = """
+JOINED = r"""
 import sys, torch, torch.distributed as dist, minidist as md
 with md.init(timeout=20) as job:
     x = torch.ones(1) * (job.rank + 1); dist.all_reduce(x)
