@@ -27,63 +27,68 @@ saving and loading in `fsdp_state.py`.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from minidist.comm import collectives as coll
 from minidist.measure import span, tag
-from minidist.parallel import fsdp_init
-from minidist.parallel.agree import check_same_parameters
-from minidist.parallel.fsdp_module import ShardedModule
-from minidist.parallel.fsdp_unit import (
+from minidist.parallel.fsdp_flat import (
     FlatShard,
     MixedPrecision,
-    Placement,
     Replicated,
-    Unit,
     agree_on_use,
     spread,
 )
+from minidist.parallel.fsdp_init import Plan, check_optimizers, copy_units, make_placement
+from minidist.parallel.fsdp_module import ShardedModule
+from minidist.parallel.fsdp_unit import Hint, Unit, Use
 
 __all__ = ["FSDP", "MixedPrecision"]
-
-
-class Use:
-    """One forward of a unit, and the backward through it. Times are counted, not measured."""
-
-    __slots__ = ("unit", "start", "end", "recomputing", "open")
-
-    def __init__(self, unit: Unit, start: int, recomputing: bool):
-        self.unit, self.start, self.end = unit, start, start
-        self.recomputing = recomputing  # activation checkpointing, inside a backward
-        self.open = False  # its backward has begun and not ended
-
-
-class Hint:
-    """In which order units will probably be needed. Only a hint: any other order works too."""
-
-    def __init__(self, expected: list[Unit]):
-        self.expected, self.at = expected, 0
-
-    def after(self, unit: Unit, count: int) -> list[Unit] | None:
-        """The `count` units expected after `unit`; None if it was not expected itself."""
-        try:
-            self.at = self.expected.index(unit, self.at) + 1
-        except ValueError:
-            return None
-        return self.expected[self.at : self.at + count]
 
 
 class FSDP(ShardedModule):
     """Wrap `module` so that each rank keeps a shard of parameters, gradients and optimizer states.
 
-    TODO
+    Construction is collective: all ranks compare their parameters and take rank 0's values. Any
+    torch optimizer that treats every element on its own, over `.parameters()`, is then ZeRO-3.
+
+    `strategy`: NO_SHARD, SHARD_GRAD_OP, FULL_SHARD or HYBRID_SHARD (see the top of this file).
+    `units`: module classes, or a predicate on modules; each match is gathered and freed as a whole,
+    the rest belongs to the root unit, which stays whole from its forward's begin to its end. None:
+    all is one unit. `prefetch`: how many units are gathered ahead. While a unit computes, whole are
+    it, the units around it, and `prefetch` more.
+    `mixed_precision`: see `MixedPrecision`; floating inputs of units are converted, outputs not.
+    `offload="cpu"`: shards, their gradients and so the optimizer states stay in host memory (the
+    optimizer steps there); without a GPU there is no other memory and it changes nothing.
+    `ignored`: modules, module classes or a predicate, left whole on all ranks. Their gradients *are
+    averaged* when backward ends, so any optimizer keeps them equal.
+    `group`: ProcessGroup, 1-D mesh or None for the world. For HYBRID_SHARD a 2-D mesh (replicas,
+    shards), a pair (shard_group, replica_group), or None: shard inside each machine of
+    LOCAL_WORLD_SIZE ranks.
+    `init(module)`: gives values to what a module on the meta device registers itself; default: its
+    `reset_parameters()`. Memory is taken unit by unit, never for the whole model.
+
+    Between forward and backward, `named_parameters()` yields what the optimizer must hold, at any
+    time the same objects: under the original names this rank's elements, in 1-D, perhaps none (in
+    NO_SHARD whole and in their shapes). They are the module's own Parameter objects, so an
+    optimizer that was built before wrapping works too. Freeze and unfreeze them at any time.
+
+    `.grad` is the mean over ranks when `backward()` returns, and adds up over backwards. What this
+    rank did not use counts as zeros; a parameter that no rank used keeps `.grad` as it was.
+    `torch.autograd.grad` returns this rank's own values. Buffers are equal at first, then each
+    rank's own. All ranks must run the same units in the same order; what each computes inside is
+    its own affair. `copy.deepcopy` makes an independent copy in the same groups, for an EMA.
+
+    Raises ValueError for what cannot be sharded, RuntimeError naming the first difference between
+    ranks; on all ranks, before anything is changed.
     """
 
     def __init__(
@@ -97,64 +102,44 @@ class FSDP(ShardedModule):
         prefetch: int = 1,
         ignored: Any = None,
         group: Any = None,
-        init: Any = None,
+        init: Callable[[nn.Module], None] | None = None,
     ):
         super().__init__()
-        if strategy not in fsdp_init.STRATEGIES:
-            raise ValueError(
-                f"unknown strategy {strategy!r}: use one of {', '.join(fsdp_init.STRATEGIES)}"
-            )
-        if offload not in (None, "cpu"):
-            raise ValueError(f"offload must be None or 'cpu', got {offload!r}")
-        if not isinstance(prefetch, int) or prefetch < 0:
+        if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
             raise ValueError(f"prefetch must be a number of units, 0 or more, got {prefetch!r}")
-        self.module, self.strategy, self.prefetch = module, strategy, prefetch
-        shard_group, replica_group = fsdp_init.resolve_groups(strategy, group)
-        self.placement = Placement(
-            shard_group, replica_group, fsdp_init.compute_device(module, shard_group),
-            offload is not None, mixed_precision or MixedPrecision(), strategy == "NO_SHARD",
-        )  # fmt: skip
-        plan = fsdp_init.Plan(module, units, ignored, FSDP)
-        for members in (shard_group, replica_group):
-            if members is not None:
-                settings = {"strategy": strategy, "prefetch": prefetch,
-                            "mixed_precision": mixed_precision, "offload": offload,
-                            "units": [u.name for u in plan.units]}  # fmt: skip
-                check_same_parameters(
-                    plan.params.items(), members, extra=settings, who="FSDP",
-                    named_buffers=module.named_buffers(),
-                )  # fmt: skip
-        plan.check()
-        self.flats: list[FlatShard] = plan.build(self.placement, init)
-        self.units: list[Unit] = plan.units
-        self._unit_of = {flat: unit for unit in self.units for flat in unit.flats}
+        self.strategy, self.prefetch = strategy, prefetch
+        self.placement = make_placement(module, strategy, mixed_precision, offload, group)
+        plan = Plan(module, units, ignored, FSDP)
+        plan.check(self.placement, {"strategy": strategy, "prefetch": prefetch})
+        flats = plan.build(self.placement, init)
         ignored_params = {name: plan.params[name] for name in plan.replicated}
-        self.replicated = Replicated(ignored_params, self.placement, self._queue_end)
-        for name, buffer in module.named_buffers():
-            spread(buffer, self.placement, f"fsdp {name} start")
-        self._reset()
-        for unit in self.units:
-            self._surround(unit)
-        for owner, unit in plan.unit_of.items():
-            if owner is not unit.module and owner._parameters and unit in self.units:
-                self._listen(owner, unit)
+        for name, tensor in (*ignored_params.items(), *module.named_buffers()):
+            spread(tensor.data, self.placement, f"fsdp {name} start")
+        self._begin(module, plan.units, flats, ignored_params)
+        check_optimizers()
 
-    def _reset(self) -> None:
+    def _begin(self, module: nn.Module, units: list[Unit], flats: list[FlatShard], ignored) -> None:
+        self.module, self.units, self.flats = module, units, flats
+        self._unit_of = {flat: unit for unit in units for flat in unit.flats}
         self._sync = True
         self._running: list[Use] = []  # forwards under way, outermost first
         self._opened: list[Use] = []  # backwards under way
-        self._clock = 0
+        self._clock = itertools.count()
         self._ahead: list[Unit] = []  # gathered before they are needed
         self._forward_hint, self._backward_hint = Hint([]), Hint([])
-        self._starts: list[Unit] = []  # the order of this forward
-        self._ends: list[Unit] = []
+        self._starts: list[Unit] = []  # in which order the units of this forward began
+        self._ends: list[Unit] = []  # and ended
         self._recomputed: Unit | None = None
-        self._with_grad = True
+        self._with_grad = True  # the outermost forward began with gradients enabled
         self._keep_graph = False
         self._end_queued = False
         self._in_flight: FlatShard | None = None  # being reduced; one at a time, they share scratch
-        self._reduced: dict[FlatShard, None] = {}  # reduced in this backward
+        self._reduced: set[FlatShard] = set()  # in this backward
         self._scratch: dict[torch.dtype, Tensor] = {}
+        self.replicated = Replicated(ignored, self.placement, self._queue_end)
+        for unit in units:
+            self._surround(unit)
+            self._listen(unit)
 
     def _surround(self, unit: Unit) -> None:
         """Put gather and free around the module's forward, however it is called."""
@@ -165,18 +150,19 @@ class FSDP(ShardedModule):
         def forward(*args, **kwargs):
             return self._run(unit, compute, args, kwargs)
 
-        unit.module.forward = forward
+        unit.replace_forward(forward)
 
-    def _listen(self, owner: nn.Module, unit: Unit) -> None:
+    def _listen(self, unit: Unit) -> None:
         """Also the output of a module inside the unit may announce the backward: a loss can be made
         of what the unit stored on the way, without its output."""
 
+        @torch.compiler.disable
         def on_output(module, args, output):
             use = next((use for use in reversed(self._running) if use.unit is unit), None)
             if use is not None:
                 self._watch(use, output)
 
-        owner.register_forward_hook(torch.compiler.disable(on_output))
+        unit.undo += [owner.register_forward_hook(on_output).remove for owner in unit.owners]
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -191,10 +177,11 @@ class FSDP(ShardedModule):
             if not lender.visits:  # called past the unit that holds a shared parameter
                 inner = functools.partial(self._run, unit, compute)
                 return self._run(lender, inner, (args, kwargs), {})
+        cast = self.placement.precision.cast
         use = self._begin_forward(unit)
         try:
             with span(f"forward {unit.name or 'root'}"):
-                output = compute(*self._cast(args), **self._cast(kwargs))
+                output = compute(*cast(args), **cast(kwargs))
         except BaseException:
             self._end_forward(use, failed=True)
             raise
@@ -206,7 +193,7 @@ class FSDP(ShardedModule):
         recomputing = _in_backward()
         if not self._running and not recomputing:
             self._begin_outermost(unit)
-        use = Use(unit, self._tick(), recomputing)
+        use = Use(unit, next(self._clock), recomputing)
         self._running.append(use)
         if recomputing:
             self._free_recomputed(unit)
@@ -221,7 +208,7 @@ class FSDP(ShardedModule):
     def _end_forward(self, use: Use, failed: bool = False) -> None:
         unit = use.unit
         self._running.pop()
-        use.end = self._tick()
+        use.end = next(self._clock)
         unit.leave()
         if use.recomputing:
             self._recomputed = unit  # its backward comes next
@@ -336,7 +323,7 @@ class FSDP(ShardedModule):
                     self._in_flight.finish_reduce()
                 flat.begin_reduce(self._scratch_for(flat))
                 self._in_flight = flat
-                self._reduced[flat] = None
+                self._reduced.add(flat)
 
     def _queue_end(self) -> None:
         """Once per backward: let autograd call `_end_of_backward`."""
@@ -405,20 +392,6 @@ class FSDP(ShardedModule):
             self._scratch[dtype] = tag(flat.grads.new_empty(most), "buffers")
         return self._scratch[dtype][:need]
 
-    # --- small helpers ----------------------------------------------------------------------------
-
-    def _tick(self) -> int:
-        self._clock += 1
-        return self._clock
-
-    def _cast(self, values: Any) -> Any:
-        dtype = self.placement.precision.param_dtype
-        if dtype is None:
-            return values
-        return tree_map(
-            lambda v: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v, values
-        )
-
     # --- for the user -----------------------------------------------------------------------------
 
     @contextmanager
@@ -437,6 +410,27 @@ class FSDP(ShardedModule):
     @property
     def busy(self) -> bool:
         return bool(self._running or self._opened)
+
+    def __deepcopy__(self, memo):
+        """An independent copy: its own shards and hooks, the same groups. Not collective."""
+        if self.busy or self.summoned is not None:
+            raise RuntimeError("an FSDP module cannot be copied inside a forward or backward")
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        nn.Module.__init__(twin)
+        twin.training, twin.placement = self.training, self.placement
+        twin.strategy, twin.prefetch = self.strategy, self.prefetch
+        for unit in self.units:  # functions are copied by reference: they would serve this one
+            unit.release()
+        try:
+            module = copy.deepcopy(self.module, memo)
+        finally:
+            for unit in self.units:
+                self._surround(unit)
+                self._listen(unit)
+        units, flats = copy_units(self.units, self.flats, memo)
+        ignored = zip(self.replicated.names, self.replicated.params, strict=True)
+        twin._begin(module, units, flats, {name: memo[id(param)] for name, param in ignored})
+        return twin
 
 
 def _in_backward() -> bool:

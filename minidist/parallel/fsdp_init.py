@@ -15,17 +15,25 @@ the units that are just being filled.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from minidist.comm.mesh import resolve_group
-from minidist.parallel.fsdp_unit import FlatShard, Placement, Unit
+from minidist.measure.registry import gradient_hooks
+from minidist.parallel.agree import check_same_parameters
+from minidist.parallel.elementwise import refuse_unless_elementwise
+from minidist.parallel.fsdp_flat import FlatShard, MixedPrecision, Placement
+from minidist.parallel.fsdp_unit import Unit
 
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 Match = Callable[[nn.Module], bool]
@@ -105,7 +113,7 @@ class Plan:
         self.replicated: list[str] = []
         root = Unit("", module, None)
         self.units = [root]
-        self.unit_of: dict[nn.Module, Unit] = {}
+        self.unit_of: dict[nn.Module, Unit] = {}  # every module
         self._visit(module, "", root)
         if units is not None and len(self.units) == 1 and not self._is_unit(module):
             raise ValueError(f"no module of this {type(module).__name__} matches units={units!r}")
@@ -116,11 +124,13 @@ class Plan:
                 self._assign(name)
         # A unit without parameters of its own has nothing to gather.
         self.units = [u for u in self.units if u is root or self.members[u] or u.lenders]
-        for unit in self.units[1:]:
-            outer = unit.parent
-            while outer is not None:
+        for unit in self.units:
+            for outer in _and_outer(unit)[1:]:
                 outer.inner.append(unit)
-                outer = outer.parent
+            unit.owners = [
+                m for m, u in self.unit_of.items()
+                if u is unit and m is not unit.module and m._parameters and not _is_compiled(m)
+            ]  # fmt: skip
 
     def _visit(self, module: nn.Module, path: str, unit: Unit) -> None:
         if module in self.unit_of:
@@ -163,8 +173,17 @@ class Plan:
             if user is not holder and holder not in user.lenders:
                 user.lenders.append(holder)
 
-    def check(self) -> None:
-        """What cannot be sharded, said before anything is changed."""
+    def check(self, placement: Placement, settings: dict) -> None:
+        """Collective. What cannot be sharded, and ranks that differ, before anything is changed."""
+        module = self.units[0].module
+        settings = {**settings, "precision": placement.precision, "offload": placement.offload,
+                    "units": [unit.name for unit in self.units]}  # fmt: skip
+        for group in (placement.shard_group, placement.replica_group):
+            if group is not None:
+                check_same_parameters(
+                    self.params.items(), group, extra=settings, who="FSDP",
+                    named_buffers=module.named_buffers(),
+                )  # fmt: skip
         for name, param in self.params.items():
             if name in self.replicated:
                 continue
@@ -173,12 +192,12 @@ class Plan:
                     f"parameter {name!r} has no shape yet (lazy module): run one forward before "
                     "wrapping"
                 )
-            if getattr(param, "minidist_fsdp", False):
+            if hasattr(param, "minidist_cut"):
                 raise ValueError(
                     f"parameter {name!r} is sharded already: this module was wrapped before. Use "
                     "that wrapper, or build the model anew"
                 )
-            if param._backward_hooks or param._post_accumulate_grad_hooks:
+            if param._backward_hooks or gradient_hooks(param):
                 raise ValueError(
                     f"parameter {name!r} has a gradient hook, which would never run: autograd "
                     "sees the gathered parameter, not this one. Remove it, or put the parameter's "
@@ -207,9 +226,75 @@ class Plan:
             kinds.setdefault((param.dtype, param.requires_grad), []).append(name)
         for names in kinds.values():
             params, places = [self.params[n] for n in names], [self.places[n] for n in names]
-            unit.flats.append(FlatShard(names, params, places, placement, number))
+            unit.flats.append(FlatShard.cut(names, params, places, placement, number))
             number += 1
         return unit.flats
+
+
+def make_placement(
+    module: nn.Module, strategy: str, precision: MixedPrecision | None, offload: str | None, group
+) -> Placement:
+    if strategy not in STRATEGIES:
+        raise ValueError(f"unknown strategy {strategy!r}: use one of {', '.join(STRATEGIES)}")
+    if offload not in (None, "cpu"):
+        raise ValueError(f"offload must be None or 'cpu', got {offload!r}")
+    shard_group, replica_group = resolve_groups(strategy, group)
+    return Placement(
+        shard_group, replica_group, compute_device(module, shard_group or replica_group),
+        offload == "cpu", precision or MixedPrecision(), strategy == "NO_SHARD",
+    )  # fmt: skip
+
+
+def copy_units(
+    units: list[Unit], flats: list[FlatShard], memo: dict[int, Any]
+) -> tuple[list[Unit], list[FlatShard]]:
+    """The same units and shards for the modules and parameters that deepcopy's `memo` has."""
+    twins: dict[Unit, Unit] = {}
+    flat_twins = {flat: flat.copy(memo) for flat in flats}
+    for unit in units:
+        twin = twins[unit] = Unit(unit.name, memo[id(unit.module)], None)
+        twin.flats = [flat_twins[flat] for flat in unit.flats]
+        twin.owners = [memo[id(owner)] for owner in unit.owners]
+    for unit, twin in twins.items():
+        twin.parent = twins.get(unit.parent)
+        twin.inner = [twins[inner] for inner in unit.inner]
+        twin.lenders = [twins[lender] for lender in unit.lenders]
+    return list(twins.values()), list(flat_twins.values())
+
+
+def check_optimizers() -> None:
+    """From now on, an optimizer's first step on pieces of parameters is preceded by a trial: rules
+    that need the whole tensor (LAMB's norm, Muon's matrix) are refused, see `elementwise.py`."""
+    if not _watched:
+        _watched.append(register_optimizer_step_pre_hook(_check_optimizer))
+
+
+_watched: list[Any] = []
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "minidist_checked", False):
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(getattr(param, "minidist_cut", False) for param in params):
+        return
+    optimizer.minidist_checked = True
+    accepted = inspect.signature(type(optimizer).__init__).parameters
+    defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    try:
+        type(optimizer)([nn.Parameter(torch.zeros(2))], **defaults)
+    except Exception:  # built in a way that cannot be repeated: nothing can be said about it
+        return
+    refuse_unless_elementwise(type(optimizer), defaults)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    # Its forward runs as compiled code, in which our hook would be a break.
+    return (
+        hasattr(module, "_orig_mod")
+        or module._compiled_call_impl is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
 
 
 def compute_device(module: nn.Module, group) -> torch.device:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minidist.comm import collectives as coll
-from minidist.parallel.fsdp_unit import FlatShard, spread
+from minidist.parallel.fsdp_flat import FlatShard, spread
 
 if TYPE_CHECKING:
     from minidist.parallel.fsdp_module import ShardedModule

@@ -1,319 +1,12 @@
-"""What FSDP keeps of one unit: flat buffers, of which this rank owns one shard.
-
-                  between uses        while the unit computes      after its backward
-    shard         this rank's 1/N     the same                     the same, for the optimizer
-    full          freed (0 bytes)     all parameters, gathered     freed
-    grads         freed (0 bytes)     whole gradients, filling     freed once reduce-scattered
-    pieces        in the modules      swapped for `wholes`         in the modules, `.grad` is 1/N
-
-`FlatShard` is the memory of parameters that share a dtype and its two movements, all-gather and
-reduce-scatter. `Unit` is a module with its `FlatShard`s and the counters of what is going on in it.
-Neither decides when anything happens: that is `fsdp.py`.
-
-Freeing is `storage.resize_(0)`: tensors that autograd saved stay valid views of the storage, and
-see the values again once it has been regrown and gathered. Until then their version counter is
-wrong on purpose: a backward that comes too early is an error, not a read of freed memory.
-
-Chapter 5; document 4.3 and 5.2; Zhao et al. 2023, "PyTorch FSDP", section 3.2.1.
-"""
+"""A unit of FSDP: a module whose parameters come and go together, and what is going on in it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from minidist.comm import collectives as coll
-from minidist.measure import tag
-from minidist.parallel.flat import FlatLayout
-
-_WHOLE, _FREED = 0, 1  # version counters of a full buffer
-
-
-@dataclass(frozen=True)
-class MixedPrecision:
-    """Gather and compute in `param_dtype`, reduce gradients in `reduce_dtype` (None: the same).
-
-    The shard is the master and stays in 32 bits (16-bit parameters become 32-bit there): small
-    updates are not lost, and gradients add up over micro-steps in 32 bits.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-
-    def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """(master, compute, reduce) dtypes of a parameter of `dtype`."""
-        if not dtype.is_floating_point:  # complex numbers and integers stay as they are
-            return dtype, dtype, dtype
-        compute = self.param_dtype or dtype
-        changed = self.param_dtype is not None or self.reduce_dtype is not None
-        master = torch.promote_types(dtype, torch.float32) if changed else dtype
-        return master, compute, self.reduce_dtype or compute
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where shards and copies live. Groups of one rank are None: there is nothing to send."""
-
-    shard_group: Any  # parameters are cut over these ranks
-    replica_group: Any  # and kept equal over these (NO_SHARD, HYBRID_SHARD)
-    device: torch.device  # where the model computes
-    offload: bool  # shards and their gradients stay in host memory
-    precision: MixedPrecision
-    keep_shapes: bool  # NO_SHARD: nothing is cut, so parameters keep their shapes
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.shard_group is None else self.shard_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        return 1 if self.shard_group is None else self.shard_group.size()
-
-    @property
-    def replicas(self) -> int:
-        return 1 if self.replica_group is None else self.replica_group.size()
-
-
-class FlatShard:
-    """Parameters of one dtype, end to end: one shard per rank, whole while they are used.
-
-    `names`: dotted names. `params`: the parameters, whole; they become `pieces` (the same objects,
-    now holding this rank's elements, in 1-D). `places[i]`: every (module, attribute) where
-    parameter i is registered; a tied weight has several. `number`: tells this buffer's messages
-    from others'. Construction is collective: all ranks take rank 0's values.
-    """
-
-    def __init__(
-        self,
-        names: list[str],
-        params: list[nn.Parameter],
-        places: list[list[tuple[nn.Module, str]]],
-        placement: Placement,
-        number: int,
-    ):
-        self.names, self.pieces, self.places = names, params, places
-        self.placement, self.number = placement, number
-        self.by = f"fsdp {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        self.layout = FlatLayout(params, placement.world_size)
-        master, compute, reduce = placement.precision.dtypes(params[0].dtype)
-        values = self._rank_0_values(params)
-        own = self.layout.shard(values, placement.rank)
-        home = torch.device("cpu") if placement.offload else placement.device
-        self.shard = own.to(device=home, dtype=master, copy=True)
-        if placement.offload and placement.device.type == "cuda":
-            self.shard = self.shard.pin_memory()  # asynchronous copies need pinned memory
-        tag(self.shard, "parameters")
-        # Alone, with nothing to convert, the shard is the whole: no second copy.
-        self.always_whole = (
-            placement.world_size == 1 and master == compute and self.shard.device == values.device
-        )
-        self.full = self.shard if self.always_whole else values.to(compute)
-        del values, own
-        tag(self.full, "parameters")
-        self.wholes = [
-            nn.Parameter(view, requires_grad=param.requires_grad)
-            for view, param in zip(self.layout.views(self.full), params, strict=True)
-        ]
-        self.gathered = True
-        self.gathering: coll.Work | None = None
-        self._cut(params)
-        self.grads = torch.empty(self.layout.padded_numel, dtype=reduce, device=placement.device)
-        self.grad_views = self.layout.views(self.grads)
-        self.scale = 1 / (placement.world_size * placement.replicas)
-        self.filled: set[int] = set()  # parameters with a gradient in `grads`
-        self.used: set[int] = set()  # parameters with a gradient since the last agreement
-        self.reducing: coll.Work | None = None
-        self.means: list[tuple[Tensor, coll.Work | None]] = []  # reduced, not yet in `.grad`
-        _free(self.grads)
-        self.free()
-
-    def _rank_0_values(self, params: list[nn.Parameter]) -> Tensor:
-        values = self.layout.buffer(params[0].dtype, self.placement.device)
-        self.layout.pack([param.detach() for param in params], values)
-        spread(values, self.placement, f"{self.by} start")
-        return values
-
-    def _cut(self, params: list[nn.Parameter]) -> None:
-        """Let each parameter hold only its elements in this rank's shard (maybe none)."""
-        self.spans = [(0, 0)] * len(params)  # elements of parameter i that are here
-        self.ranges = [slice(0, 0)] * len(params)  # and where they are in the shard
-        for piece in self.layout.pieces(self.placement.rank):
-            self.spans[piece.index] = (piece.start, piece.stop)
-            length = piece.stop - piece.start
-            self.ranges[piece.index] = slice(piece.shard_start, piece.shard_start + length)
-        for param, view in zip(params, self.piece_views(self.shard), strict=True):
-            param.data = view
-            param.minidist_fsdp = True
-
-    def piece_views(self, shard: Tensor) -> list[Tensor]:
-        """This rank's elements of every parameter, as views of a buffer like `shard`."""
-        views = [shard[part] for part in self.ranges]
-        if self.placement.keep_shapes:
-            return [v.view(s) for v, s in zip(views, self.layout.shapes, strict=True)]
-        return views
-
-    @property
-    def trainable(self) -> bool:
-        return any(whole.requires_grad for whole in self.wholes)
-
-    # --- parameters: gather and free ------------------------------------------------------------
-
-    def begin_gather(self) -> None:
-        """Start to bring all shards together; does nothing if they are, or are coming."""
-        if self.gathered or self.gathering is not None:
-            return
-        _regrow(self.full)
-        mine = self.layout.shard(self.full, self.placement.rank)
-        mine.copy_(self.shard, non_blocking=True)  # also converts, and brings it from the host
-        if self.placement.shard_group is None:
-            self._is_whole()
-            return
-        self.gathering = coll.all_gather(
-            self.full, mine, group=self.placement.shard_group, async_op=True,
-            by=f"{self.by} parameters", tag=self.number,
-        )  # fmt: skip
-
-    def finish_gather(self) -> None:
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-            self._is_whole()
-
-    def _is_whole(self) -> None:
-        self.gathered = True
-        _set_version(self.full, _WHOLE)
-
-    def free(self) -> None:
-        """Give the memory of the whole parameters back; a gather under way is completed first."""
-        self.finish_gather()
-        if self.gathered and not self.always_whole:
-            _free(self.full)
-            _set_version(self.full, _FREED)
-            self.gathered = False
-
-    # --- gradients: collect, reduce-scatter, hand out ---------------------------------------------
-
-    def add_gradient(self, index: int, grad: Tensor) -> None:
-        """Put parameter `index`'s fresh gradient at its place, divided by the number of ranks (the
-        copy is needed anyway)."""
-        if self.reducing is not None:  # an earlier reduction still reads the buffer
-            self.finish_reduce()
-        if not self.filled:
-            _regrow(self.grads)
-            tag(self.grads, "gradients")
-            self.layout.clean_padding(self.grads)
-        grad = grad.to_dense() if grad.layout is not torch.strided else grad
-        view = self.grad_views[index]
-        if index in self.filled:
-            view.add_(grad, alpha=self.scale)
-        elif grad.dtype == view.dtype:
-            torch.mul(grad, self.scale, out=view)
-        else:  # convert first: dividing by 3 in 16 bits would round before the 32-bit sum
-            view.copy_(grad).mul_(self.scale)
-        self.filled.add(index)
-        self.used.add(index)
-
-    def begin_reduce(self, scratch: Tensor | None) -> None:
-        """Start to average the gradients over ranks; parameters without one count as zeros, so that
-        what is sent never depends on the data."""
-        if not self.filled:
-            _regrow(self.grads)
-            self.layout.clean_padding(self.grads)
-        for index, view in enumerate(self.grad_views):
-            if index not in self.filled:
-                view.zero_()
-        self.filled.clear()
-        mean = self.grads.new_empty(self.layout.shard_numel)
-        tag(mean, "gradients")
-        if self.placement.shard_group is None:
-            mean.copy_(self.grads)
-            self.reducing = coll.Work(mean, None, [])
-            return
-        self.reducing = coll.reduce_scatter(
-            mean, self.grads, group=self.placement.shard_group, async_op=True,
-            by=f"{self.by} gradients", scratch=scratch, tag=self.number,
-        )  # fmt: skip
-
-    def finish_reduce(self) -> None:
-        """Wait for the shard of the mean, and free the whole gradients."""
-        if self.reducing is None:
-            return
-        mean = self.reducing.wait()
-        self.reducing = None
-        _free(self.grads)
-        work = None
-        if self.placement.replica_group is not None:
-            work = coll.all_reduce(
-                mean, group=self.placement.replica_group, async_op=True, by=f"{self.by} replicas"
-            )
-        if work is None and all(piece.grad is not None for piece in self.pieces):
-            self._add_up(mean, [True] * len(self.pieces))  # at once: the mean's memory can go
-        else:
-            self.means.append((mean, work))
-
-    def settle(self, used: list[bool]) -> None:
-        """Make the means `.grad` of the pieces. `used[i]`: some rank had a gradient for parameter
-        i. One that nobody used keeps what it had, usually None, like a model that is not sharded.
-        """
-        for mean, work in self.means:
-            if work is not None:
-                work.wait()
-            self._add_up(mean, used)
-        self.means.clear()
-        self.used.clear()
-
-    def _add_up(self, mean: Tensor, used: list[bool]) -> None:
-        mean = tag(mean.to(self.shard), "gradients")  # device and dtype of the master
-        for piece, grad, was_used in zip(self.pieces, self.piece_views(mean), used, strict=True):
-            if was_used and piece.requires_grad:
-                if piece.grad is None:
-                    piece.grad = grad
-                else:
-                    piece.grad.add_(grad)
-
-    def drop_gradients(self) -> None:
-        """Forget gradients that have not reached `.grad`."""
-        if self.reducing is not None:
-            self.reducing.wait()
-            self.reducing = None
-        for _, work in self.means:
-            if work is not None:
-                work.wait()
-        self.means.clear()
-        self.filled.clear()
-        self.used.clear()
-        _free(self.grads)
-
-    # --- what the modules see ---------------------------------------------------------------------
-
-    def install(self, params: list[nn.Parameter]) -> None:
-        """Register `params` (pieces or wholes) in the modules."""
-        for param, places in zip(params, self.places, strict=True):
-            for module, attribute in places:
-                if type(module).__setattr__ is nn.Module.__setattr__:
-                    module._parameters[attribute] = param
-                else:  # RNNs keep a second list of their weights, up to date by assignment
-                    setattr(module, attribute, param)
-
-    def follow_pieces(self, on_gradient) -> None:
-        """Take over what the user changed on the pieces since the last forward."""
-        memory = self.shard.untyped_storage()._cdata
-        for index, (piece, whole) in enumerate(zip(self.pieces, self.wholes, strict=True)):
-            if piece.untyped_storage()._cdata != memory:
-                raise RuntimeError(
-                    f"parameter {self.names[index]!r} no longer lives in its FSDP shard: it was "
-                    "moved, converted or replaced (.to(), .half(), p.data = ...) after wrapping. "
-                    "Do that before wrapping, or change values in place"
-                )
-            if piece.requires_grad != whole.requires_grad:
-                whole.requires_grad_(piece.requires_grad)
-            if piece.requires_grad and not whole._post_accumulate_grad_hooks:
-                whole.register_post_accumulate_grad_hook(
-                    lambda whole, index=index: on_gradient(self, index, whole)
-                )
+from minidist.parallel.fsdp_flat import FlatShard
 
 
 class Unit:
@@ -324,6 +17,8 @@ class Unit:
         self.flats: list[FlatShard] = []
         self.inner: list[Unit] = [self]  # this unit and those inside it
         self.lenders: list[Unit] = []  # outer units that hold parameters which this one uses too
+        self.owners: list[nn.Module] = []  # modules inside that register parameters
+        self.undo: list[Callable[[], None]] = []  # takes our hooks off the modules
         self.visits = 0  # forwards running and backwards open: whole parameters are installed
         self.pending = 0  # forwards whose backward has not come
         self.waiting = False  # gradients that still have to be reduced
@@ -338,6 +33,24 @@ class Unit:
     @property
     def gathered(self) -> bool:
         return all(flat.gathered or flat.gathering is not None for flat in self.flats)
+
+    def replace_forward(self, forward: Callable) -> None:
+        # On the object, not through hooks: `module.forward(x)` has to gather too.
+        before = self.module.__dict__.get("forward")
+        self.module.forward = forward
+
+        def put_back() -> None:
+            del self.module.forward
+            if before is not None:
+                self.module.forward = before
+
+        self.undo.append(put_back)
+
+    def release(self) -> None:
+        """Take everything off the modules that was put there."""
+        for undo in self.undo:
+            undo()
+        self.undo.clear()
 
     def begin_gather(self) -> None:
         for flat in self.flats:
@@ -366,82 +79,27 @@ class Unit:
                 flat.install(flat.pieces)
 
 
-class Replicated:
-    """The ignored parameters: whole on every rank, their gradients averaged when backward ends."""
+class Use:
+    """One forward of a unit, and the backward through it. Times are counted, not measured."""
 
-    def __init__(self, params: dict[str, nn.Parameter], placement: Placement, on_gradient):
-        self.names, self.params, self.placement = list(params), list(params.values()), placement
-        self.used: set[int] = set()
-        for name, param in params.items():
-            spread(param.data, placement, f"fsdp {name} start")
-        for index, param in enumerate(self.params):
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(
-                    lambda _, index=index: (self.used.add(index), on_gradient())
-                )
+    __slots__ = ("unit", "start", "end", "recomputing", "open")
 
-    def average(self, used: list[bool]) -> None:
-        """`.grad` becomes the mean over all ranks. What came from an earlier backward is equal
-        everywhere, so averaging the sum averages what is new."""
-        self.used.clear()
-        kinds: dict[tuple, list[nn.Parameter]] = {}
-        for param, was_used in zip(self.params, used, strict=True):
-            if was_used:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                kinds.setdefault((param.dtype, param.device), []).append(param)
-        for params in kinds.values():
-            grads = [param.grad for param in params]
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            flat.mul_(1 / (self.placement.world_size * self.placement.replicas))
-            for group in (self.placement.shard_group, self.placement.replica_group):
-                if group is not None:
-                    coll.all_reduce(flat, group=group, by="fsdp ignored gradients")
-            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(part.view(grad.shape))
+    def __init__(self, unit: Unit, start: int, recomputing: bool):
+        self.unit, self.start, self.end = unit, start, start
+        self.recomputing = recomputing  # activation checkpointing, inside a backward
+        self.open = False  # its backward has begun and not ended
 
 
-def agree_on_use(members: list[FlatShard | Replicated], placement: Placement) -> list[list[bool]]:
-    """Collective. Per parameter of `members`: whether any rank had a gradient for it."""
-    sizes = [len(member.names) for member in members]
-    flags = torch.tensor(
-        [i in m.used for m, size in zip(members, sizes, strict=True) for i in range(size)],
-        dtype=torch.uint8, device=placement.device,
-    )  # fmt: skip
-    for group in (placement.shard_group, placement.replica_group):
-        if group is not None:
-            everyone = flags.new_zeros(group.size() * flags.numel())
-            coll.all_gather(everyone, flags, group=group, by="fsdp used parameters")
-            flags = everyone.view(group.size(), -1).amax(0)
-    if is_fake(flags):  # a dry run has no values: suppose that all were used
-        return [[True] * size for size in sizes]
-    return [part.bool().tolist() for part in flags.split(sizes)]
+class Hint:
+    """In which order units will probably be needed. Only a hint: any other order works too."""
 
+    def __init__(self, expected: list[Unit]):
+        self.expected, self.at = expected, 0
 
-def spread(tensor: Tensor, placement: Placement, by: str) -> None:
-    """Collective. Give every rank the values of the first one."""
-    for group in (placement.shard_group, placement.replica_group):
-        if group is not None:
-            coll.broadcast(tensor, 0, group=group, by=by)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether this is a dry run's tensor, without values."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
-
-
-def _free(buffer: Tensor) -> None:
-    buffer.untyped_storage().resize_(0)
-
-
-def _regrow(buffer: Tensor) -> None:
-    buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
-
-
-def _set_version(buffer: Tensor, version: int) -> None:
-    try:
-        torch._C._autograd._unsafe_set_version_counter((buffer,), (version,))
-    except TypeError:  # before torch 2.6
-        torch._C._autograd._unsafe_set_version_counter(buffer, version)
+    def after(self, unit: Unit, count: int) -> list[Unit] | None:
+        """The `count` units expected after `unit`; None if it was not expected itself."""
+        try:
+            self.at = self.expected.index(unit, self.at) + 1
+        except ValueError:
+            return None
+        return self.expected[self.at : self.at + count]
