@@ -1,5 +1,6 @@
 """Notebook ranks through a real kernel, what is sent to them, and the pictures."""
 
+import json
 import os
 import signal
 import subprocess
@@ -624,6 +625,36 @@ def test_with_a_chinese_font_it_is_the_fallback_of_the_usual_one(monkeypatch, py
     assert pyplot.rcParams["font.family"] == ["DejaVu Sans", "STIXGeneral"]
     pyplot.close("all")
     pyplot.rcdefaults()
+
+
+# ---------------------------------------------------------------------------------- the command
+
+
+def test_the_command_starts_jupyterlab_where_it_is_told(tmp_path, monkeypatch):
+    from minidist.learn import commands
+
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, argv: started.append((program, argv)))
+    monkeypatch.setenv("JUPYTER_CONFIG_PATH", "/theirs")
+    commands.learn(tmp_path, browser=False, port=1234)
+    ((program, argv),) = started
+    assert program == sys.executable and argv[1:3] == ["-m", "jupyterlab"]
+    assert {f"--ServerApp.root_dir={tmp_path}", "--ServerApp.port=1234"} < set(argv)
+    theirs, ours = os.environ["JUPYTER_CONFIG_PATH"].split(os.pathsep)
+    assert theirs == "/theirs"
+    with open(os.path.join(ours, "labconfig", "page_config.json"), encoding="utf-8") as file:
+        assert (
+            "@jupyterlab/apputils-extension:announcements" in json.load(file)["disabledExtensions"]
+        )
+
+
+def test_the_command_says_when_there_is_no_such_folder(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "minidist", "learn", str(tmp_path / "none")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "there is no folder" in done.stderr
 
 
 def test_learn_is_not_imported_with_the_core():

@@ -30,6 +30,10 @@ def learn(
     if not folder.is_dir():
         raise typer.BadParameter(f"there is no folder {folder}")
     sys.stdout.flush()
+    # Settings of ours beside the user's: without the question whether to fetch news from outside.
+    ours = str(Path(__file__).with_name("jupyter"))
+    others = os.environ.get("JUPYTER_CONFIG_PATH")
+    os.environ["JUPYTER_CONFIG_PATH"] = f"{others}{os.pathsep}{ours}" if others else ours
     # In place of this process, so that Ctrl-C and the exit code are JupyterLab's own.
     os.execv(sys.executable, [sys.executable, *arguments(folder, browser, port)])
 
@@ -46,8 +50,6 @@ def arguments(folder: Path, browser: bool, port: int) -> list[str]:
         f"--ServerApp.root_dir={folder.resolve()}",
         f"--ServerApp.port={port}",
         f"--ServerApp.open_browser={browser}",
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-        "--LabApp.news_url=",
         "--LabApp.extension_manager=readonly",
     ]
     if hasattr(os, "geteuid") and os.geteuid() == 0:
