@@ -56,7 +56,7 @@ class DiskTensor:
 
 
 def trim_heap() -> None:
-    """Return freed heap to the system. glibc keeps it, so moving states to files showed no effect."""
+    """Return freed heap to the system: glibc keeps it, and moving states would show no effect."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
