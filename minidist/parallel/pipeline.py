@@ -105,6 +105,7 @@ class Pipeline(nn.Module):
         self.mailbox = Mailbox(self.schedule, group, self.device)
         last = {(a.kind, a.chunk): a for a in self.schedule.actions[self.rank] if a.kind != "I"}
         self._final = set(last.values())  # the last F and the last B or W of each chunk
+        self._norms = [[m for m in c.modules() if isinstance(m, _NormBase)] for c in self.chunks]
         self._programs: dict[tuple[str, int], list] = {}
         self._signature: dict[str, Any] = {}
         self._held: dict[tuple[int, int], tuple[list, list, list]] = {}
@@ -208,7 +209,7 @@ class Pipeline(nn.Module):
         grads = None if last else self.mailbox.take_gradients(microbatch, stage)
         leaves, roots, pending = self._held[microbatch, chunk]
         with span(str(action)), self._reducing(action), self._splitting(pending):
-            with _frozen_statistics(self.chunks[chunk]):
+            with _frozen_statistics(self._norms[chunk]):
                 if roots:
                     torch.autograd.backward(roots, grads)
         if kind == "I":
@@ -353,10 +354,9 @@ def _agree(problem: str | None, settings: Any, group) -> None:
 
 
 @contextmanager
-def _frozen_statistics(module: nn.Module):
+def _frozen_statistics(norms: list[nn.Module]):
     """Batch norms keep normalising by the batch but leave their running statistics as they are:
     forwards that run inside a backward are recomputations and must not count a second time."""
-    norms = [m for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
