@@ -59,6 +59,16 @@ def test_bytes_are_the_formulas_or_say_why(rows, name):
     assert needed <= {*row["bytes_formula"], "sent"}
 
 
+@pytest.mark.parametrize("kind", ["ddp", "zero1", "zero2"])
+def test_three_axes_at_once(run_ranks, kind):
+    config = replace(BASE, model=replace(MODEL, layers=2, tied=kind == "zero2"), steps=3)
+    alone = run_ranks(_train, 1, config)[0][0]["losses"]
+    combined = replace(config, strategy=kind, dp=2, pp=2, tp=2)
+    row = make_row(combined, run_ranks(_train, 8, combined, timeout=60)[0], alone)
+    assert row["max_rel_loss_diff"] <= PARITY
+    assert UNEXPLAINED not in row["notes"].values()
+
+
 def test_model_states_of_the_stages(rows):
     whole = MODEL.parameters * 8
     states = {

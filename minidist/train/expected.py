@@ -78,8 +78,11 @@ def expected(config: TrainConfig, layout: Layout, rank: int) -> dict:
 
 def _states(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, float]:
     """ZeRO section 3.1 and 5: which of the three kinds a stage divides by the number of ranks."""
-    # Between steps SHARD_GRAD_OP keeps a shard of the parameters, too; `gathered` has the rest.
-    stage, ranks = 3 if layout.dp_kind.startswith("fsdp") else STAGE[layout.dp_kind], layout.dp
+    stage, ranks = STAGE[layout.dp_kind], layout.dp
+    if layout.dp_kind == "fsdp-grad-op":
+        stage = 3  # between steps it keeps a shard of the parameters, too; `gathered` has the rest
+    if layout.dp_kind == "zero2" and layout.pp > 1:
+        stage = 1  # micro-batches add up whole gradients, which only step() reduces
     if config.masters:
         # FSDP's 32-bit shard is its master copy: 4 + 4 + 8 where the others keep 2 + 2 + 12.
         convention = "fp32" if layout.dp_kind.startswith("fsdp") else "16"

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.comm import collectives as coll
+from minidist.comm.mesh import resolve_group
 from minidist.measure import tag
 
 RULES = {"linear": 1.0, "sqrt": 0.5}
@@ -131,7 +132,8 @@ def token_mean_scale(tokens: int | Sequence[int], *, group=None, averaged: bool 
     >>> for inputs, mask in window:
     ...     ((token_loss(model(inputs)) * mask).sum() * scale).backward()
     """
-    count = torch.tensor(int(np.sum(tokens)), dtype=torch.int64)
+    on_gpu = dist.get_backend(resolve_group(group)) == "nccl"  # which sends nothing else
+    count = torch.tensor(int(np.sum(tokens)), device="cuda" if on_gpu else "cpu")
     coll.all_reduce(count, "sum", group=group, by="token count")
     if not count:
         return 0.0
