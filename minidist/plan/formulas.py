@@ -298,11 +298,14 @@ def bubble_seconds(schedule, stages, f, b, w=0.0, f_and_b=None):
 
 def in_flight(schedule, stages, microbatches, rank):
     """Micro-batches whose activations `rank` (0-based) holds at most: all m for GPipe, min(m,
-    p-rank) for 1F1B; Narayanan 2021 section 2.2.1, Korthikanti 2022 appendix C."""
+    p-rank) for 1F1B; Narayanan 2021 section 2.2.1, Korthikanti 2022 appendix C. ZB-H1 keeps every
+    rank at what 1F1B holds on rank 0, min(m, p); Zero Bubble section 2.3."""
     if schedule == "gpipe":
         return microbatches
-    if schedule in ("1f1b", "zb-h1"):
+    if schedule == "1f1b":
         return min(microbatches, stages - rank)
+    if schedule == "zb-h1":
+        return min(microbatches, stages)
     if schedule == "naive":
         return 1
     raise ValueError(f"no closed form for {schedule!r}: play the schedule in the simulator")
