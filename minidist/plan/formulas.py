@@ -299,7 +299,7 @@ def bubble_seconds(schedule, stages, f, b, w=0.0, f_and_b=None):
 def in_flight(schedule, stages, microbatches, rank):
     """Micro-batches whose activations `rank` (0-based) holds at most: all m for GPipe, min(m,
     p-rank) for 1F1B; Narayanan 2021 section 2.2.1, Korthikanti 2022 appendix C. ZB-H1 keeps every
-    rank at what 1F1B holds on rank 0, min(m, p); Zero Bubble section 2.3."""
+    rank at what 1F1B holds on rank 0, min(m, p); Zero Bubble section 2.1."""
     if schedule == "gpipe":
         return microbatches
     if schedule == "1f1b":
