@@ -38,6 +38,15 @@ def here() -> list:
     return list(measurements.get(threading.get_ident()) or everywhere())
 
 
+def gradient_hooks(parameter) -> list:
+    """The hooks that run when the parameter's gradient is complete, without those that measure.
+
+    For strategies that look whether a parameter has hooks: being observed must not change anything.
+    """
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return [hook for hook in hooks if not getattr(hook, "minidist_observer", False)]
+
+
 def everywhere() -> list:
     """Every open measurement of the process."""
     with _lock:

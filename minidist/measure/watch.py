@@ -16,7 +16,6 @@ are bit for bit those of an unmeasured run, and modifying a saved tensor in plac
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -77,7 +76,8 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.memories: list[Memory] = []
         self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        self._parameters: dict[int, tuple[weakref.ref, object]] = {}
+        self._hooks: list = []
+        self._observer = self._after_gradient
 
     def open(self) -> None:
         self.__enter__()
@@ -86,10 +86,9 @@ class _Watch(TorchDispatchMode):
     def close(self) -> None:
         self._saved_hooks.__exit__(None, None, None)
         self.__exit__(None, None, None)
-        for _, handle in self._parameters.values():
-            if handle is not None:
-                handle.remove()
-        self._parameters.clear()
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if types and any(_is_wrapper(t) for t in types):
@@ -112,13 +111,12 @@ class _Watch(TorchDispatchMode):
 
     def _meet(self, values: Iterable, always_there: bool) -> None:
         """Report all tensors in nested lists, tuples and dicts."""
-        parameters, memories = self._parameters, self.memories
+        memories = self.memories
         for value in values:
             cls = type(value)
             # Nearly every operand is known already. Asking one by one would cost a tiny model half
             # of its step, so this asks as little as possible.
-            usual = cls is Tensor or (cls is nn.Parameter and id(value) in parameters)
-            if usual and value.layout is torch.strided:
+            if cls is Tensor and value.layout is torch.strided:
                 storage = value.untyped_storage()
                 for memory in memories:
                     if not memory.knows(storage):
@@ -141,19 +139,26 @@ class _Watch(TorchDispatchMode):
                 memory.see(storage, tensor, kind, always_there)
 
     def _watch_gradient(self, parameter: Tensor) -> None:
-        key = id(parameter)
-        known = self._parameters.get(key)
-        if known is not None and known[0]() is parameter:
-            return
         if not (parameter.requires_grad and parameter.is_leaf):
             return
-        # Registered after the strategy's own hooks, so it sees what they leave in `.grad`.
-        handle = parameter.register_post_accumulate_grad_hook(self._after_gradient)
-        self._parameters[key] = (weakref.ref(parameter), handle)
+        # The hook itself is the mark that this was done. A list of parameters would need weak
+        # references, and `module.to()` refuses to swap a tensor that has any.
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        for hook in reversed(hooks.values()):
+            if hook == self._observer:
+                return
+            if not hasattr(hook, "minidist_observer"):
+                break
+        # It must come after the strategy's hooks, to see what they leave in `.grad`.
+        for key in [key for key, hook in hooks.items() if hook == self._observer]:
+            del hooks[key]
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(self._observer))
 
     def _after_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self._report(parameter.grad, "gradients", False)
+
+    _after_gradient.minidist_observer = True  # see registry.gradient_hooks
 
     def _pack(self, tensor: Tensor) -> _Saved:
         entries = []
