@@ -109,6 +109,7 @@ class ZeroOptimizer(Optimizer):
         self.buckets: list[Bucket] = []
         self.reduce_in_backward = True  # False: gradients stay in .grad until step() takes them
         self._place: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        self._frozen: dict[nn.Parameter, str] = {}
         self._sync = True
         self._next = 0  # the bucket to be reduced next: all ranks must use one order
         self._callback_queued = False
@@ -129,17 +130,12 @@ class ZeroOptimizer(Optimizer):
         group, number = self.param_groups[-1], len(self.param_groups) - 1
         unnamed = [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
         named = list(zip(group.get("param_names") or unnamed, group["params"], strict=True))
-        settings = {
-            key: getattr(self, key)
-            for key in ("stage", "bucket_cap_mb", "master_dtype", "reduce_dtype", "optimizer_class")
-        }
-        problem = "; ".join(_cannot_be_sharded(name, param) for name, param in named).strip("; ")
-        check_same_parameters(
-            named, self.process_group, who="ZeroOptimizer",
-            extra={**settings, "group": number, "problem": problem},
-        )  # fmt: skip
-        if problem:
-            raise ValueError(f"ZeroOptimizer: {problem}")
+        try:
+            self._check(named, number)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._frozen.update({param: name for name, param in named if not param.requires_grad})
         trained = [(name, param) for name, param in named if param.requires_grad]
         names, params = [n for n, _ in trained], [p for _, p in trained]
         # Backward produces gradients roughly in reverse order: the first bucket is full first.
@@ -150,6 +146,19 @@ class ZeroOptimizer(Optimizer):
             )
             self.buckets.append(bucket)
             self._shard_bucket(bucket)
+
+    def _check(self, named: list[tuple[str, nn.Parameter]], number: int) -> None:
+        settings = {
+            key: getattr(self, key)
+            for key in ("stage", "bucket_cap_mb", "master_dtype", "reduce_dtype", "optimizer_class")
+        }
+        problem = "; ".join(filter(None, (_cannot_be_sharded(*item) for item in named)))
+        check_same_parameters(
+            named, self.process_group, who="ZeroOptimizer",
+            extra={**settings, "group": number, "problem": problem},
+        )  # fmt: skip
+        if problem:
+            raise ValueError(f"ZeroOptimizer: {problem}")
 
     def _shard_bucket(self, bucket: Bucket) -> None:
         layout = bucket.layout = FlatLayout(bucket.params, self.world_size)
@@ -215,11 +224,7 @@ class ZeroOptimizer(Optimizer):
 
     def _collect(self, bucket: Bucket, i: int, param: nn.Parameter) -> None:
         """Move a gradient into the bucket, divided by N on the way (the copy is needed anyway)."""
-        self._settle(bucket)  # a reduction of an earlier backward still reads the buffer
-        if bucket.grad is None:
-            self._take_grad_buffer(bucket)
-        elif bucket.mean is not None and _same(bucket.mean, self._own_grad(bucket)):
-            bucket.mean = bucket.mean.clone()  # stage 1 reduced in place; others write there now
+        self._open(bucket)
         grad = param.grad.to_dense() if param.grad.is_sparse else param.grad
         if i in bucket.filled:
             bucket.grad_views[i].add_(grad, alpha=1 / self.world_size)
@@ -228,10 +233,17 @@ class ZeroOptimizer(Optimizer):
             bucket.filled.add(i)
         param.grad = None
 
-    def _reduce(self, bucket: Bucket) -> None:
-        """Start the reduce-scatter of the next bucket in line."""
+    def _open(self, bucket: Bucket) -> None:
+        """Make the bucket's buffer free to be written, whatever an earlier backward left in it."""
+        self._settle(bucket)
         if bucket.grad is None:
             self._take_grad_buffer(bucket)
+        elif bucket.mean is not None and _same(bucket.mean, self._own_grad(bucket)):
+            bucket.mean = bucket.mean.clone()  # stage 1 reduced in place
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Start the reduce-scatter of the next bucket in line."""
+        self._open(bucket)
         for i, view in enumerate(bucket.grad_views):
             if i not in bucket.filled:  # a rank may not skip it: the others wait for this part
                 view.zero_()
@@ -279,6 +291,13 @@ class ZeroOptimizer(Optimizer):
             self._end_of_backward()  # gradients of no_sync(), or a backward that reached nothing
         for bucket in self.buckets:
             self._settle(bucket)
+        for param, name in self._frozen.items():
+            # Only now: reductions that are dropped under way would disturb the group.
+            if param.requires_grad and param.grad is not None:
+                raise RuntimeError(
+                    f"ZeroOptimizer: {name} was frozen when this optimizer was made, so it is in "
+                    "no bucket and would not be trained: make a new ZeroOptimizer"
+                )
         if self.tier == "cpu" and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()  # the shards are on their way to the host
 
