@@ -259,3 +259,16 @@ def test_a_failing_strategy_is_reported_and_the_others_go_on(monkeypatch):
 def test_rows_are_plain_json(rows):
     again = json.loads(json.dumps(list(rows.values())))
     assert {row["strategy"] for row in again} == set(rows)
+
+
+def test_a_vocabulary_smaller_than_the_text():
+    with pytest.raises(ConfigError, match="vocabulary of 100 is too small"):
+        replace(BASE, model=replace(MODEL, vocab=100)).check(1)
+
+
+def test_one_layer_and_padding_have_their_reasons(run_ranks):
+    tiny = GPTConfig(vocab=256, seq=8, width=8, layers=1, heads=2)
+    for name in ("ddp", "zero1", "zero2", "fsdp", "fsdp-grad-op"):
+        config = replace(BASE, model=tiny, steps=2, dtype="float32").with_strategy(name)
+        row = make_row(config, run_ranks(_train, 4, config)[0])
+        assert UNEXPLAINED not in row["notes"].values(), (name, row["notes"], row["bytes"])

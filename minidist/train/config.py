@@ -174,11 +174,15 @@ class TrainConfig:
             raise ConfigError("fsdp-grad-op does not combine with tp or pp; use fsdp or zero2")
         self._check_divisions(layout)
         try:
-            TextBatches(
-                load_tokens(self.text) if tokens is None else tokens, self.model.seq, self.batch
-            )
-        except (FileNotFoundError, ValueError) as error:
+            tokens = load_tokens(self.text) if tokens is None else tokens
+            TextBatches(tokens, self.model.seq, self.batch)
+        except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from None
+        if self.model.vocab <= int(tokens.max()):
+            raise ConfigError(
+                f"the text has tokens up to {int(tokens.max())}, a vocabulary of "
+                f"{self.model.vocab} is too small"
+            )
         return layout
 
     def _check_divisions(self, layout: Layout) -> None:

@@ -166,34 +166,35 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
         return {}
     others = (ranks - 1) / ranks
     if kind in ("zero1", "zero2"):
-        bucket = size * largest_bucket(config)
+        count, largest = buckets(config)
+        bucket, two = size * largest, min(2, count)
         received = others * bucket  # the other ranks' parts of one bucket, on their way in
         # Stage 1 lets two reductions travel at once. Stage 2 one, for it also has to keep the whole
         # gradients of a bucket while they travel, and of the next while they arrive.
-        return {
-            "gathered": 0,
-            "buffers": 2 * received if kind == "zero1" else received + 2 * bucket,
-        }
+        passing = two * received if kind == "zero1" else received + two * bucket
+        return {"gathered": 0, "buffers": passing}
     # FSDP: the root unit (embed and head) stays whole while a block is used and the next one comes.
     block = shape_of(config.model).layer_parameters()
     root = shape_of(config.model).parameters - config.model.layers * block
-    whole = root + 2 * block if kind == "fsdp" else root + config.model.layers * block
+    two = min(2, config.model.layers)
+    whole = root + (two if kind == "fsdp" else config.model.layers) * block
     # In backward the root's gradients, those of a block and of the one before are whole at once;
     # the shards of root and block, counted as gradients, do not exist yet.
-    unreduced = root + 2 * block - (root + block) / ranks
+    unreduced = root + two * block - (root + (two - 1) * block) / ranks
     reduced_size = 4 if config.masters else size
     buffers = reduced_size * (unreduced + others * max(root, block))
     return {"gathered": size * whole, "buffers": buffers}
 
 
-def largest_bucket(config: TrainConfig) -> int:
-    """Elements in the fullest bucket: parameters in reverse order, cut at the cap (Li 2020, section
-    3.2.3)."""
+def buckets(config: TrainConfig) -> tuple[int, int]:
+    """How many gradient buckets there are, and elements in the fullest: parameters in reverse
+    order, cut at the cap (Li 2020, section 3.2.3)."""
     with torch.device("meta"):
         parameters = list(GPT(config.model).to(config.torch_dtype()).parameters())
     order, cap = range(len(parameters))[::-1], config.bucket_cap_mb
     plan = plan_buckets(parameters, order, cap, cap)
-    return max(sum(parameters[index].numel() for index in bucket) for bucket in plan)
+    sizes = [sum(parameters[index].numel() for index in bucket) for bucket in plan]
+    return len(sizes), max(sizes)
 
 
 def _sent_elements(

@@ -89,6 +89,7 @@ class Clock:
 
     def __init__(self, steps: int, device: torch.device):
         self.first, self.last, self.device = min(1, steps - 2), steps - 1, device
+        self._start = 0.0
         self.seconds: float | None = None  # fewer than two steps: nothing to time
 
     def before(self, step: int) -> None:

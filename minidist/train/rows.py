@@ -5,8 +5,10 @@ from __future__ import annotations
 from minidist.parallel.flat import SHARD_ALIGN
 from minidist.parallel.schedules import Action, Schedule
 from minidist.train.config import Layout, TrainConfig
-from minidist.train.expected import expected, largest_bucket, place_of
+from minidist.train.expected import buckets, expected, place_of
 
+# The model states of the papers: what stands between backward and step.
+STANDING = ("parameters", "gradients", "optimizer")
 UNEXPLAINED = "not explained: please report this"
 TOLERANCE = 0.01  # what may differ from its formula without a reason
 
@@ -48,7 +50,7 @@ def make_row(
     return row
 
 
-# Stage -> (model-state bytes saved, as the papers write it; what it tends to for large N).
+# By how much each stage divides 16 bytes per parameter (ZeRO section 5), and the limit for large N.
 FACTORS = {
     "ddp": ("1", "1x"),
     "zero1": ("16 / (4 + 12/N)", "4x"),
@@ -79,9 +81,6 @@ def make_mixed_row(config: TrainConfig, results: list[dict], whole: float | None
         "factor_text": text,
         "factor_limit": limit,
     }
-
-
-STANDING = ("parameters", "gradients", "optimizer")
 
 
 def kinds_of(result: dict) -> dict[str, int]:
@@ -176,7 +175,7 @@ def _why(cell: str, difference: float, config: TrainConfig, layout: Layout) -> s
     if layout.dp > 1 and cell != "activations" and 0 < difference <= 2 * padding:
         return "flat buffers are padded to equal, aligned shards"
     if cell == "buffers" and layout.dp_kind == "zero2":
-        bucket = largest_bucket(config) * config.torch_dtype().itemsize
+        bucket = buckets(config)[1] * config.torch_dtype().itemsize
         if abs(difference - bucket) <= TOLERANCE * bucket:
             return "a third bucket is open: gradients come out of order where two buckets meet"
     if cell == "optimizer" and 0 < difference <= 4 * tensors:
