@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -583,6 +584,7 @@ def test_kinds_agree_with_torchs_memory_tracker():
 
 @pytest.mark.skipif(resident_bytes() is None, reason="needs /proc or psutil")
 def test_a_large_allocation_shows_in_the_resident_memory():
+    gc.collect()  # or garbage of other tests goes at the same time
     torch.ones(10).add_(1)
     before = resident_bytes()
     with md.measure() as m:
@@ -653,6 +655,10 @@ def test_fully_sharded_parameters_that_are_gathered_and_freed(run_ranks):
         with md.measure(model) as m:
             model(torch.randn(4, 64)).sum().backward()
             model.zero_grad()
+            for _ in range(200):  # a communication thread may hold its last buffer a little longer
+                if m.memory.current_total < 20_000:
+                    break
+                time.sleep(0.005)
         return dict(m.memory.current), m.memory.current_total, m.memory.peak_total
 
     for current, total, peak in run_ranks(run, 2):
