@@ -280,6 +280,7 @@ class FSDP(ShardedModule):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(functools.partial(self._begin_backward, use))
 
+    @torch.compiler.disable
     def _begin_backward(self, use: Use, grad: Tensor) -> None:
         if use.open:
             return
@@ -292,6 +293,7 @@ class FSDP(ShardedModule):
             self._make_ready(use.unit, self._backward_hint.after(use.unit, self.prefetch))
             use.unit.enter()
 
+    @torch.compiler.disable
     def _on_gradient(self, flat: FlatShard, index: int, whole: nn.Parameter) -> None:
         self._queue_end()
         unit = self._unit_of[flat]
@@ -334,6 +336,7 @@ class FSDP(ShardedModule):
         self._end_queued = True
         torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def _end_of_backward(self) -> None:
         self._end_queued = False

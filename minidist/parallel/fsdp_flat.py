@@ -18,6 +18,7 @@ Chapter 5; document 4.3 and 5.2; Zhao et al. 2023, "PyTorch FSDP", section 3.2.1
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -345,9 +346,14 @@ class Replicated:
             spread(param.data, placement, f"fsdp {name} start")
         for index, param in enumerate(self.params):
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(
-                    lambda _, index=index: (self.used.add(index), on_gradient())
-                )
+                param.register_post_accumulate_grad_hook(self._note(index, on_gradient))
+
+    def _note(self, index: int, on_gradient) -> Callable[[Tensor], None]:
+        def hook(param: Tensor) -> None:
+            self.used.add(index)
+            on_gradient()
+
+        return hook
 
     def average(self, used: list[bool]) -> None:
         """`.grad` becomes the mean over all ranks. What came from an earlier backward is equal

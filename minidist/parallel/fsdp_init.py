@@ -175,34 +175,40 @@ class Plan:
 
     def check(self, placement: Placement, settings: dict) -> None:
         """Collective. What cannot be sharded, and ranks that differ, before anything is changed."""
-        module = self.units[0].module
+        problem = self._problem()
         settings = {**settings, "precision": placement.precision, "offload": placement.offload,
-                    "units": [unit.name for unit in self.units]}  # fmt: skip
+                    "units": [unit.name for unit in self.units], "problem": problem}  # fmt: skip
+        module = self.units[0].module
         for group in (placement.shard_group, placement.replica_group):
             if group is not None:
                 check_same_parameters(
-                    self.params.items(), group, extra=settings, who="FSDP",
+                    () if problem else self.params.items(), group, extra=settings, who="FSDP",
                     named_buffers=module.named_buffers(),
                 )  # fmt: skip
+        if problem is not None:
+            raise ValueError(problem)
+
+    def _problem(self) -> str | None:
         for name, param in self.params.items():
             if name in self.replicated:
                 continue
             if is_lazy(param):
-                raise ValueError(
+                return (
                     f"parameter {name!r} has no shape yet (lazy module): run one forward before "
                     "wrapping"
                 )
             if hasattr(param, "minidist_cut"):
-                raise ValueError(
+                return (
                     f"parameter {name!r} is sharded already: this module was wrapped before. Use "
                     "that wrapper, or build the model anew"
                 )
             if param._backward_hooks or gradient_hooks(param):
-                raise ValueError(
+                return (
                     f"parameter {name!r} has a gradient hook, which would never run: autograd "
                     "sees the gathered parameter, not this one. Remove it, or put the parameter's "
                     "module into `ignored`"
                 )
+        return None
 
     def build(
         self, placement: Placement, init: Callable[[nn.Module], None] | None
