@@ -383,6 +383,37 @@ def test_shapes_are_agreed_again_when_they_change(run_ranks):
     assert run_ranks(job, 3) == [learned] * 3
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_autocast_may_be_switched_on_and_off(run_ranks, name):
+    """16-bit activations travel as such; parameters and their gradients stay 32 bits wide."""
+
+    def job():
+        model = linears(4, 16).float()
+        reference = copy.deepcopy(model)
+        pipe = Pipeline(split(model, 2), schedule=name, microbatches=2, loss_fn=F.mse_loss)
+        x = torch.randn(8, 16)
+        sent = []
+        for enabled in (False, True, True, False):
+            for module in (pipe, reference):
+                module.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                loss = F.mse_loss(reference(x).float(), x)
+                loss.backward()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled), md.measure() as seen:
+                pipe.step(x, x)
+            for key, p in pipe.named_parameters():
+                assert p.grad.dtype == torch.float32
+                # bfloat16 keeps 8 bits: the two only add their roundings in another order.
+                tolerance = 2e-2 if enabled else 1e-5
+                grad = reference.get_parameter(key).grad
+                assert (p.grad - grad).norm() <= tolerance * grad.norm(), key
+            sent.append((pipe.mailbox.learning, seen.traffic["send"].sent_bytes))
+        assert sent[2][1] == 2 * (4 * 16) * 2  # micro-batches x elements x bytes
+        return [learning for learning, _ in sent]
+
+    assert run_ranks(job, 2) == [[True, True, False, True]] * 2
+
+
 class Lengths(nn.Module):
     """Its output's shape depends on the values: keeps the positive rows."""
 
@@ -841,6 +872,10 @@ def test_what_does_not_fit_is_refused_on_all_ranks(run_ranks):
         refused(
             "schedule is for .3, 2, 1.", parts, schedule=md.schedule("gpipe", 3, 2), microbatches=4
         )
+        mine = md.schedule("gpipe", 3, 2)
+        if rank == 1:
+            mine.actions[1][:2] = mine.actions[1][1::-1]  # valid, but not what the others have
+        refused("different pipelines.*digest", parts, schedule=mine)
         shape = nn.Parameter(torch.zeros(2 + rank))
         refused("copies of tied parameter 'w' differ", parts, tied={"w": shape})
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +93,7 @@ class Pipeline(nn.Module):
             self.schedule = _resolve(schedule, size, microbatches, parts)
             self.chunks = nn.ModuleList(_own(parts, self.schedule, self.rank))
             settings = (self.schedule.name, size, microbatches, self.schedule.chunks, dynamic)
+            settings += (crc32(repr(self.schedule.actions).encode()),)
             self.loss = BatchLoss(loss_fn, reduction, count)
         except (ValueError, TypeError) as error:
             problem = str(error)
@@ -264,8 +266,10 @@ class Pipeline(nn.Module):
             problem = str(error)
         # What else may change shapes, or which tensors get a gradient.
         chunks = [(c.training, [p.requires_grad for p in c.parameters()]) for c in self.chunks]
-        changed = self._signature.get(mode) != chunks
-        self._signature[mode] = chunks
+        kind = self.device.type
+        now = (chunks, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        changed = self._signature.get(mode) != now
+        self._signature[mode] = now
         state = [problem is not None, changed or self.dynamic, key, input_rows, target_rows]
         state = torch.tensor(state, dtype=torch.int64, device=self.device)
         coll.all_reduce(state, "max", group=self.group, by="pipeline agrees on the batch")
@@ -348,7 +352,8 @@ def _agree(problem: str | None, settings: Any, group) -> None:
         raise ValueError("; ".join(problems) if len(problems) < len(everyone) else problem)
     if len(set(everyone)) > 1:
         raise ValueError(
-            "the ranks built different pipelines (schedule, ranks, microbatches, chunks, dynamic): "
+            "the ranks built different pipelines (schedule, ranks, microbatches, chunks, dynamic, "
+            "digest of the actions): "
             + "; ".join(f"rank {rank} {text}" for rank, (_, text) in enumerate(everyone))
         )
 

@@ -381,7 +381,7 @@ def _interleaved(p, m, v, rank):
 
 def _zero_bubble_h1(p, m, v, rank):
     # Like 1f1b, but W trails I by `rank` micro-batches: the last ranks save their W for the end,
-    # when 1f1b would idle. Then every rank holds p micro-batches, as rank 0 of 1f1b does.
+    # when 1f1b would idle. Then every rank holds p micro-batches, as rank 0 of 1f1b does (2.1).
     warmup = min(m, p - rank)
     order = [Action("F", microbatch) for microbatch in range(warmup)]
     for microbatch in range(m):

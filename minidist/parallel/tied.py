@@ -8,6 +8,8 @@ messages need no group, and every holder adds up the same numbers in the same or
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import torch
 from torch import Tensor, nn
 
@@ -77,16 +79,15 @@ class Tied:
         ranks have the same order on both (NCCL would wait forever if both sent first).
         """
         copies = {rank: torch.empty_like(mine) for rank in holders if rank != self.rank}
+        how = {"group": self.group, "tag": _TAG + number, "by": "pipeline: tied"}
         works = []
-        for low in holders:
-            for high in holders:
-                if low < high and self.rank in (low, high):
-                    peer = high if self.rank == low else low
-                    send = lambda: coll.isend(mine, peer, **how)  # noqa: E731, B023
-                    receive = lambda: coll.irecv(copies[peer], peer, **how)  # noqa: E731, B023
-                    how = {"group": self.group, "tag": _TAG + number, "by": "pipeline: tied"}
-                    first, second = (send, receive) if self.rank == low else (receive, send)
-                    works += [first(), second()]
+        for low, high in combinations(holders, 2):
+            if self.rank == low:
+                works.append(coll.isend(mine, high, **how))
+                works.append(coll.irecv(copies[high], high, **how))
+            elif self.rank == high:
+                works.append(coll.irecv(copies[low], low, **how))
+                works.append(coll.isend(mine, low, **how))
         for work in works:
             work.wait()
         return [copies.get(rank, mine) for rank in holders]
