@@ -239,7 +239,7 @@ def test_unused_with_gradients_left_from_before(run_ranks):
     assert run_ranks(gradients, 2) == [(1.5 * 5, 1.5 + 0.5 + 1.5)] * 2
 
 
-# --- B10, B11, B13, B15: several forwards, accumulation, buffers, uneven inputs --------------------
+# --- B10, B11, B13, B15: several forwards, accumulation, buffers, uneven inputs -------------------
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -424,7 +424,7 @@ def test_b15_an_error_inside_join_is_not_swallowed(run_ranks):
     assert run_ranks(message, 2) == ["bad batch"] * 2
 
 
-# --- B17, B19, B21: odd tensors --------------------------------------------------------------------
+# --- B17, B19, B21: odd tensors -------------------------------------------------------------------
 
 
 def test_b17_a_scalar_parameter(run_ranks):
@@ -525,7 +525,7 @@ def test_b21_complex_parameters_and_buffers(run_ranks):
         assert phase == [1j, -1j]
 
 
-# --- B27, B29: autograd ----------------------------------------------------------------------------
+# --- B27, B29: autograd ---------------------------------------------------------------------------
 
 
 def test_b27_higher_order_autograd(run_ranks):
@@ -631,7 +631,7 @@ def test_b29_a_whole_model_inside_a_reentrant_checkpoint(run_ranks):
     assert run_ranks(gradient, 2) == [1.5] * 2
 
 
-# --- B41, B43, B97, B99: saving, changed objects, copies, compilation ------------------------------
+# --- B41, B43, B97, B99: saving, changed objects, copies, compilation -----------------------------
 
 
 class HasModule(nn.Module):
@@ -806,7 +806,7 @@ def test_b99_compile_in_any_order(run_ranks, order):
     assert run_ranks(gradients, 2, timeout=90) == [[1.5] * 3] * 2
 
 
-# --- B47, B49, B87: precision, weighting, agreement ------------------------------------------------
+# --- B47, B49, B87: precision, weighting, agreement -----------------------------------------------
 
 
 def test_b47_sums_of_bf16_gradients(run_ranks):
@@ -906,7 +906,7 @@ def test_b87_ranks_that_built_different_models(run_ranks, world, difference):
             assert part in text
 
 
-# --- training loops --------------------------------------------------------------------------------
+# --- training loops -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -20,7 +20,7 @@ from minidist.comm import collectives as coll
 from minidist.comm import ledger
 from minidist.parallel import hooks
 from minidist.parallel.buckets import plan_buckets
-from minidist.parallel.replica import tensors_in
+from minidist.parallel.graph import tensors_in
 
 WORLDS = [1, 2, 3, 4]
 TOLERANCE = {"rtol": 1e-10, "atol": 1e-12}

@@ -1,12 +1,11 @@
 """Gradient buckets: which gradients travel together, and the flat buffer they travel in.
 
-    parameters in the order in which their gradients arrive      head.w   block1.b   block1.w   ...
-    buckets                                                      [0: 1 MB][1: 25 MB     ][2: 25 MB ...
+    parameters, first gradient first     head.w    block2.b  block2.w    block1.b  block1.w  ...
+    buckets                              [0: 1 MB ][1: 25 MB            ][2: 25 MB           ...
 
 One collective per parameter pays its latency hundreds of times; one for everything cannot start
-before backward has ended. Buckets are the middle. The first is small, so that something is under way
-soon. Chapter 2; Li et al. 2020, "PyTorch Distributed", section 3.2.3.
-"""
+before backward has ended. Buckets are the middle. The first is small, so that something is under
+way soon. Chapter 2; Li et al. 2020, "PyTorch Distributed", section 3.2.3."""
 
 from __future__ import annotations
 
@@ -23,12 +22,12 @@ from minidist.parallel.flat import FlatLayout
 class GradBucket:
     """What a communication hook gets: the gradients of some parameters, end to end in `flat`.
 
-    `flat`: 1-D, `layout.padded_numel` elements (a multiple of the world size; padding comes last).
-    `tensors`: views of `flat`, one per parameter, with its shape and strides. The last bucket has one
-    more, of one element: the flag by which ranks tell each other that something was unusual.
-    `names`, `params`: the parameters in bucket order. `index`, `group`, `world_size`, `by` (for the
-    ledger). Memory is taken on first use, so that a plan that is replaced never had any.
-    """
+    `flat`: 1-D, `layout.padded_numel` elements (a multiple of the world size; padding comes
+    last). `tensors`: views of `flat`, one per parameter, with its shape and strides. The last
+    bucket has one more, of one element: the flag by which ranks tell each other that something
+    was unusual. `names`, `params`: the parameters in bucket order. `index`, `group`,
+    `world_size`, `by` (for the ledger). Memory is taken on first use, so that a plan that is
+    replaced never had any."""
 
     def __init__(self, index: int, names: list[str], params: list[nn.Parameter], group, flag: bool):
         self.index, self.names, self.params = index, names, params

@@ -7,20 +7,22 @@
                          bucket full       start its all-reduce, go on with backward   } overlap
                          backward ends     wait for all of them; .grad is the mean
 
-One backward reads from top to bottom in `_Backward`: hook -> bucket -> collective -> wait. `.grad` is
-a view of the bucket, so the reduced gradient is never copied back. An all-reduce moves 2(N-1)/N of the
-parameter bytes per rank and step: twice the parameters, "2x" in the document, only for large N.
+One backward reads from top to bottom in `_Backward`: hook -> bucket -> collective -> wait.
+`.grad` is a view of the bucket, so the reduced gradient is never copied back. An all-reduce moves
+2(N-1)/N of the parameter bytes per rank and step: twice the parameters, "2x" in the document,
+only for large N.
 
-The first backward only learns: it sends nothing until its end, then rebuilds the buckets in the order
-in which gradients arrived on rank 0. Registration order is only a guess at that order. It also learns
-which parameters get gradients from nested backwards (reentrant checkpointing), in several parts: those
-never leave before the end of backward.
+The first backward only learns: it sends nothing until its end, then rebuilds the buckets in the
+order in which gradients arrived on rank 0. Registration order is only a guess at that order. It
+also learns which parameters get gradients from nested backwards (reentrant checkpointing), in
+several parts: those never leave before the end of backward.
 
 Chapter 2; document section 2; Li et al. 2020, "PyTorch Distributed", sections 3.2 and 4.
 """
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,23 +32,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from minidist.comm import collectives as coll
 from minidist.comm.mesh import resolve_group
 from minidist.measure import tag
 from minidist.parallel import hooks, uneven
-from minidist.parallel.agree import check_same_parameters
 from minidist.parallel.buckets import GradBucket, plan_buckets
-from minidist.parallel.replica import Replica, leaves_behind, tensors_in
+from minidist.parallel.graph import ForwardOutputs, not_compiled
+from minidist.parallel.replica import Replica
+from minidist.parallel.replica import owners as _owners  # noqa: F401  (ZeRO looks here)
 from minidist.parallel.unusual import settle
-
-# Which DDP averages a parameter. Not an attribute of the parameter: that would be pickled with it.
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# When a whole training step is compiled, dynamo would try to compile the hooks that backward calls.
-# This form of torch.compiler.disable does not import dynamo before the first call.
-_not_compiled = torch._disable_dynamo
 
 
 class DDP(Replica):
@@ -55,22 +50,21 @@ class DDP(Replica):
     Construction is collective: all ranks compare their parameters, and take rank 0's values.
 
     `bucket_cap_mb`, `first_bucket_mb`: MiB per bucket (None: one bucket, 0: one per parameter).
-    `broadcast_buffers`: after each training forward all ranks take rank 0's buffers. A changed buffer
-    is replaced, not overwritten: an earlier forward may have saved the old one for its backward.
-    `find_unused_parameters`: a parameter that a backward does not reach counts as zeros; if no rank
-    reached it, its `.grad` stays as it was. Without this option `backward()` raises on all ranks and
-    names it. `comm_hook`: how a bucket is reduced, see `hooks.py`.
+    `broadcast_buffers`: after each training forward all ranks take rank 0's buffers. A changed
+    buffer is replaced, not overwritten: an earlier forward may have saved the old one for its
+    backward. `find_unused_parameters`: a parameter that a backward does not reach counts as
+    zeros; if no rank reached it, its `.grad` stays as it was. Without this option `backward()`
+    raises on all ranks and names it. `comm_hook`: how a bucket is reduced, see `hooks.py`.
 
-    Gradients add up over backwards, as without a wrapper; each backward outside `no_sync()` averages.
-    They add up in the parameter's dtype. `torch.autograd.grad` returns this rank's own values, and
-    `.grad` has no graph of its own after `backward(create_graph=True)`. In a group of one rank DDP
-    does nothing. A parameter belongs to the DDP that wrapped it last.
-    """
+    Gradients add up over backwards, as without a wrapper; each backward outside `no_sync()`
+    averages. They add up in the parameter's dtype. `torch.autograd.grad` returns this rank's own
+    values, and `.grad` has no graph of its own after `backward(create_graph=True)`. In a group of
+    one rank DDP does nothing. A parameter belongs to the DDP that wrapped it last."""
 
     _runtime = (
-        "group", "buckets", "_names", "_params", "_place", "_bucketed", "_learning",
-        "_sync", "_active", "_dry_run", "_running", "_in_flight", "_forwards", "_announcements", "_in_parts",
-        "_handles",
+        "group", "buckets", "_names", "_params", "_place", "_bucketed", "_learning", "_sync",
+        "_active", "_dry_run", "_running", "_in_flight", "_forwards", "_announcements",
+        "_in_parts", "_handles",
     )  # fmt: skip
 
     def __init__(
@@ -92,11 +86,11 @@ class DDP(Replica):
         self.broadcast_buffers = broadcast_buffers
         self.find_unused_parameters = find_unused_parameters
         self.comm_hook = comm_hook or hooks.all_reduce
-        self._enter(resolve_group(group))
+        self._enter(resolve_group(group), self._settings())
 
     def forward(self, *args, **kwargs):
         if self.group is None:  # unpickled: all ranks meet again at their first forward
-            self._enter(resolve_group(None))
+            self._enter(resolve_group(None), self._settings())
         output = self.module(*args, **kwargs)
         if self._active and torch.is_grad_enabled():
             self._after_forward(output)
@@ -119,11 +113,11 @@ class DDP(Replica):
     def join(self, divide_by: str = "world") -> Iterator[None]:
         """`with ddp.join():` around a loop with different numbers of batches per rank.
 
-        A rank that leaves the block early answers the others with zeros until all have left; then all
-        take the parameters and buffers of a rank that trained to the end. (Optimizer states of the
-        early ranks miss those last steps.) `divide_by`: gradients are divided by the number of ranks
-        of the group ("world"), or of those that still had data in that step ("active").
-        """
+        A rank that leaves the block early answers the others with zeros until all have left; then
+        all take the parameters and buffers of a rank that trained to the end. (Optimizer states
+        of the early ranks miss those last steps.) `divide_by`: gradients are divided by the
+        number of ranks of the group ("world"), or of those that still had data in that step
+        ("active")."""
         if divide_by not in ("world", "active"):
             raise ValueError(f"divide_by must be 'world' or 'active', got {divide_by!r}")
         if not self._active:
@@ -144,39 +138,11 @@ class DDP(Replica):
 
     # --- construction -------------------------------------------------------------------------
 
-    def _enter(self, group) -> None:
-        """Collective: agree on the model, take rank 0's values, listen for gradients."""
-        self.group = group
-        named = list(self.module.named_parameters())
-        if group.size() > 1:
-            check_same_parameters(
-                named, group, extra=self._settings(named), who="DDP",
-                named_buffers=self.module.named_buffers(),
-            )  # fmt: skip
-        unready = [name for name, p in named if is_lazy(p) or p.is_meta]
-        if unready:
-            raise ValueError(
-                f"DDP: parameters without values: {', '.join(unready)}. Before wrapping, run a forward "
-                "(lazy modules) or to_empty() and an initialisation (meta device)"
-            )
-        if not any(p.requires_grad for _, p in named):
-            raise ValueError(
-                "DDP: no parameter requires a gradient, so there is nothing to average"
-            )
-        if group.size() > 1:
-            self._send_values(0)
-        self._listen()
-
-    def _settings(self, named: list[tuple[str, nn.Parameter]]) -> dict[str, Any]:
-        """What must agree besides parameters and buffers. Buckets follow the memory of dense tensors."""
+    def _settings(self) -> dict[str, Any]:
         keys = ("bucket_cap_mb", "first_bucket_mb", "broadcast_buffers", "find_unused_parameters")
         hook = getattr(self.comm_hook, "__qualname__", None) or repr(self.comm_hook)
-        strides = {
-            f"strides of {name}": param.stride()
-            for name, param in named
-            if not is_lazy(param) and not param.is_contiguous()
-        }
-        return {**{key: getattr(self, key) for key in keys}, "comm_hook": hook, **strides}
+        hook = re.sub(r" at 0x[0-9a-f]+", "", hook)  # addresses differ between ranks
+        return {**{key: getattr(self, key) for key in keys}, "comm_hook": hook}
 
     def _listen(self) -> None:
         """Start to follow the gradients of the module's parameters. Not collective."""
@@ -187,7 +153,7 @@ class DDP(Replica):
         self._dry_run = dist.get_backend(self.group) == "fake"
         self._running: weakref.ref[_Backward] | None = None
         self._in_flight: list[Any] = []
-        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        self._forwards: weakref.WeakSet[ForwardOutputs] = weakref.WeakSet()
         self._announcements: uneven.Announcements | None = None  # inside join()
         self._in_parts: set[int] = set()  # parameters that nested backwards give gradients to
         self._handles: dict[int, Any] = {}
@@ -197,21 +163,11 @@ class DDP(Replica):
             self._take_over()
             self._make_buckets([i for i, p in enumerate(self._params) if p.requires_grad][::-1])
 
-    def _take_over(self) -> None:
-        """Averaging twice would divide twice: an older wrapper of the same parameters retires."""
-        mine = set(map(id, self._params))
-        for name, param in zip(self._names, self._params, strict=True):
-            owner = _owners.get(param, lambda: None)()
-            if owner is not None and owner is not self:
-                if not mine.issuperset(map(id, owner._params)):
-                    raise RuntimeError(
-                        f"DDP: parameter {name!r} belongs to a larger module that is already wrapped: "
-                        "wrap only the outer one"
-                    )
-                for handle in owner._handles.values():
-                    handle.remove()
-                owner._handles, owner._active = {}, False
-            _owners[param] = weakref.ref(self)
+    def _retire(self) -> None:
+        """Another DDP has wrapped the same parameters."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles, self._active = {}, False
 
     def _make_buckets(self, order: list[int], *, learned: bool = False) -> None:
         """Plan buckets for these parameters (indices, the first to arrive first), and hook them."""
@@ -227,7 +183,7 @@ class DDP(Replica):
             self._place |= {i: (self.buckets[-1], slot) for slot, i in enumerate(indices)}
         me = weakref.ref(self)  # a strong one would keep a wrapper alive that was thrown away
 
-        @_not_compiled
+        @not_compiled
         def ready(param: nn.Parameter, index: int) -> None:
             ddp = me()
             if ddp is not None and ddp._sync:
@@ -249,16 +205,19 @@ class DDP(Replica):
 
     # --- between forward and backward ---------------------------------------------------------
 
-    @_not_compiled
+    @not_compiled
     def _after_forward(self, output: Any) -> None:
         if self.broadcast_buffers and self.training and self._sync and self._buffer_places():
             self._send_buffers(self._announce(uneven.BUFFERS)[0])
-        tensors = [t for t in tensors_in(output) if t.grad_fn is not None]
-        if tensors:
-            forward = _Forward(self, tensors)
-            self._forwards.add(forward)
-            for tensor in tensors:
-                tensor.register_hook(forward)
+        me = weakref.ref(self)
+
+        def begin() -> None:
+            ddp = me()
+            if ddp is not None and ddp._sync and ddp._active:
+                ddp._backward()
+
+        stop = not self.find_unused_parameters
+        self._forwards.add(ForwardOutputs(output, self._params, begin, stop_at_first=stop))
 
     def _announce(self, phase: int) -> list[int]:
         """The ranks that take part in this phase: all, unless some have finished inside join()."""
@@ -267,7 +226,7 @@ class DDP(Replica):
         return self._announcements.announce(phase)[0]
 
     def _backward(self) -> _Backward:
-        """The backward that autograd is running now; a new one when the last has ended or failed."""
+        """The backward that autograd is running now; a new one if the last has ended or failed."""
         running = self._running and self._running()
         if running is None:
             running = _Backward(self)
@@ -275,27 +234,6 @@ class DDP(Replica):
             self._running = weakref.ref(running)
             torch.autograd.Variable._execution_engine.queue_callback(running.finish)
         return running
-
-
-class _Forward:
-    """Hook on the outputs of one forward, where its backward begins; lives as long as its graph.
-
-    With reentrant checkpointing the first gradient comes from a backward inside the backward. Only here
-    can we meet the outer one, at whose end everything is complete.
-    """
-
-    def __init__(self, ddp: DDP, outputs: list[Tensor]):
-        self.ddp = weakref.ref(ddp)
-        wanted = {id(param): index for index, param in enumerate(ddp._params)}
-        self.reaches = leaves_behind(
-            [t.grad_fn for t in outputs], wanted, stop_at_first=not ddp.find_unused_parameters
-        )
-
-    @_not_compiled
-    def __call__(self, grad: Tensor) -> None:
-        ddp = self.ddp()
-        if ddp is not None and ddp._sync and ddp._active:
-            ddp._backward()
 
 
 class _Backward:
@@ -314,7 +252,6 @@ class _Backward:
         # Left by a backward that failed. Its buckets are about to be written again.
         ddp._wait_for_buckets()
 
-    @torch.no_grad()
     def arrive(self, index: int, param: nn.Parameter) -> None:
         """The hook: `param.grad` has just been added to."""
         ddp = self.ddp
@@ -332,6 +269,11 @@ class _Backward:
             )
         if ddp._learning or index in ddp._in_parts or index not in ddp._place:
             return  # more may come, or ranks must agree on it first: at the end of backward
+        if param.grad is None:
+            raise RuntimeError(
+                f"DDP: another hook took the gradient of {ddp._names[index]!r} away before it was "
+                "averaged: register hooks that consume gradients elsewhere, or wrap first"
+            )
         param.grad = self.fill(index)
         self.launch_full_buckets()
 
@@ -360,12 +302,16 @@ class _Backward:
             place.zero_()
         elif grad.dtype != place.dtype:
             raise RuntimeError(
-                f"DDP: parameter {ddp._names[index]!r} was {place.dtype} when it was wrapped and is "
-                f"{grad.dtype} now: convert first, then wrap"
+                f"DDP: parameter {ddp._names[index]!r} was {place.dtype} when it was wrapped and "
+                f"is {grad.dtype} now: convert first, then wrap"
             )
         else:
-            # `grad` may itself lie there (zero_grad(set_to_none=False), or not zeroed).
-            torch.mul(grad.to_dense() if grad.is_sparse else grad, self.scale, out=place)
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            if grad.requires_grad:  # backward(create_graph=True)
+                grad = grad.detach()
+            # It may already lie there (zero_grad(set_to_none=False), or not zeroed).
+            torch.mul(grad, self.scale, out=place)
         self.filled.add(index)
         self.lacking[bucket.index] -= 1
         # A tensor object of its own: module.to() and others swap the memory of what .grad holds.
@@ -380,10 +326,10 @@ class _Backward:
             self.ddp._in_flight.append(self.ddp.comm_hook(bucket))
             self.next += 1
 
-    @_not_compiled
+    @not_compiled
     @torch.no_grad()
     def finish(self) -> None:
-        """Autograd calls this at the end of backward: what is left leaves, and all is waited for."""
+        """At the end of backward: what is left leaves, and everything is waited for."""
         ddp = self.ddp
         ddp._running = None
         if not self.arrived:

@@ -1,11 +1,12 @@
 """Communication hooks for `md.DDP(..., comm_hook=hook)`: how a full bucket becomes the mean.
 
-A hook is `hook(bucket: GradBucket) -> work`. It is called once per bucket and backward, in the same
-order on every rank, as soon as the bucket is full, and should only *start* communication. When
-`work.wait()` returns, `bucket.flat` must hold the sum over ranks of what it held before. Gradients
-are already divided by the number of ranks, so that sum is the mean (and 16-bit sums do not overflow).
-A hook may change the values a little (compression); it must carry every element of
-`bucket.layout.numel` or every tensor of `bucket.tensors`, also the one-element flag of the last one.
+A hook is `hook(bucket: GradBucket) -> work`. It is called once per bucket and backward, in the
+same order on every rank, as soon as the bucket is full, and should only *start* communication.
+When `work.wait()` returns, `bucket.flat` must hold the sum over ranks of what it held before.
+Gradients are already divided by the number of ranks, so that sum is the mean (and 16-bit sums do
+not overflow). A hook may change the values a little (compression); it must carry every element of
+`bucket.layout.numel` or every tensor of `bucket.tensors`, also the one-element flag of the last
+one.
 
 Chapter 2; for PowerSGD: Vogels, Karimireddy and Jaggi 2019, arXiv:1905.13727, algorithms 1 and 2.
 """
@@ -36,7 +37,7 @@ class Then:
 
 
 def all_reduce(bucket: GradBucket):
-    """The default: one all-reduce of the bucket, in its own dtype. 2(N-1)/N of its bytes per rank."""
+    """The default: one all-reduce, in the bucket's own dtype. 2(N-1)/N of its bytes per rank."""
     used = bucket.flat[: bucket.layout.numel]
     return coll.all_reduce(used, group=bucket.group, async_op=True, by=bucket.by)
 
@@ -44,9 +45,9 @@ def all_reduce(bucket: GradBucket):
 def reduce_scatter_all_gather(bucket: GradBucket):
     """The two halves of an all-reduce, written out: what ZeRO-1 does before and after its step.
 
-    Same bytes as `all_reduce`. On gloo our reduce-scatter adds in rank order, so DDP with this hook
-    gives the same bits as ZeRO-1 at any world size; gloo's own ring adds each chunk in another order.
-    """
+    Same bytes as `all_reduce`. On gloo our reduce-scatter adds in rank order, so DDP with this
+    hook gives the same bits as ZeRO-1 at any world size; gloo's own ring adds each chunk in
+    another order."""
     shard = bucket.layout.shard(bucket.flat, bucket.group.rank())
     work = coll.reduce_scatter(
         shard, bucket.flat, group=bucket.group, async_op=True, by=bucket.by
@@ -69,7 +70,7 @@ def bf16_compress(bucket: GradBucket):
 
 
 def fp32_reduce(bucket: GradBucket):
-    """Add 16-bit gradients up in float32 and round once: twice the bytes, and no small part is lost.
+    """Add 16-bit gradients up in float32 and round once: twice the bytes, no small part is lost.
 
     With plain bfloat16 sums, 64 + 0.25 + 0.25 + 0.25 may stay 64.
     """
@@ -84,14 +85,15 @@ def fp32_reduce(bucket: GradBucket):
 class PowerSGD:
     """Rank-r compression with error feedback: a matrix [m, n] travels as [m, r] and [n, r].
 
-    One step of power iteration per backward, warm-started with the last result: P = M Q summed over
-    ranks, made orthonormal, then Q = M'P summed, and every rank rebuilds P Q'. What this loses is kept
-    on each rank and added to its next gradient (error feedback); without it training stalls.
+    One step of power iteration per backward, warm-started with the last result: P = M Q summed
+    over ranks, made orthonormal, then Q = M'P summed, and every rank rebuilds P Q'. What this
+    loses is kept on each rank and added to its next gradient (error feedback); without it
+    training stalls.
 
-    Matrices for which r(m+n) elements save less than `min_saving` times, vectors and 16-bit or complex
-    gradients travel uncompressed. The first `warmup_steps` backwards are uncompressed. State is kept
-    per parameter name, about one more copy of the compressed gradients. One object serves one DDP.
-    """
+    Matrices for which r(m+n) elements save less than `min_saving` times, vectors and 16-bit or
+    complex gradients travel uncompressed. The first `warmup_steps` backwards are uncompressed.
+    State is kept per parameter name, about one more copy of the compressed gradients. One object
+    serves one DDP."""
 
     def __init__(
         self, rank: int = 2, *, min_saving: float = 2.0, warmup_steps: int = 0, seed: int = 0
@@ -137,7 +139,8 @@ class PowerSGD:
         for (name, m), p, q in zip(given.items(), left, right, strict=True):
             mean = p @ q.T
             self.basis[name] = q
-            # Each rank keeps its share of what the mean lost, so that the shares add up to the loss.
+            # Each rank keeps its share of what the mean lost, so that the shares add up to the
+            # loss.
             self.error[name] = tag(m - mean / bucket.world_size, "buffers")
             matrices[name].copy_(mean.view(matrices[name].shape))
 

@@ -1,34 +1,48 @@
-"""What a wrapper around a module needs besides its mechanism: saving, copying, equal values.
+"""What a wrapper of a module needs besides its mechanism: agree, equal values, save, copy.
 
-A checkpoint must not show that there was a wrapper: `Replica` saves and loads under the module's own
-names, alone and as a child of other modules. Copies and pickles leave the process group behind.
+A checkpoint must not show that there was a wrapper: `Replica` saves and loads under the module's
+own names, alone and as a child of other modules. Copies and pickles leave the process group behind.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from minidist.comm import collectives as coll
 from minidist.measure import tag
+from minidist.parallel.agree import check_same_parameters
+
+# The wrapper that a parameter belongs to, as a weak reference. Not an attribute of the parameter:
+# that would be pickled with it.
+owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class Replica(nn.Module):
-    """Base of a wrapper that holds the whole `module` and is saved as if it were that module."""
+    """Base of a wrapper that keeps the whole `module` on every rank of `group`.
 
-    # Attributes of a subclass that belong to this process: they are made anew by `_listen`.
-    _runtime: tuple[str, ...] = ()
+    A subclass gives `_runtime`, the names of its attributes that belong to this process, and
+    `_listen`, which makes them (not collective).
+    """
+
+    _runtime: tuple[str, ...] = ("group",)
 
     def __init__(self, module: nn.Module):
         super().__init__()
         self.module = module
 
     def _listen(self) -> None:
+        raise NotImplementedError
+
+    def _retire(self) -> None:
         raise NotImplementedError
 
     # --- saving -------------------------------------------------------------------------------
@@ -40,7 +54,7 @@ class Replica(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ):
-        """Load a state dict of the plain module, in place. `assign=True` is refused (ValueError)."""
+        """Load a state dict of the plain module, in place; `assign=True` is a ValueError."""
         if assign:
             raise ValueError(
                 "assign=True would put other parameters in the place of those whose gradients are "
@@ -58,7 +72,7 @@ class Replica(nn.Module):
     # --- copying ------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict) -> Replica:
-        """An independent wrapper with its own values and hooks. Not collective: one rank may do it."""
+        """An independent wrapper with its own values and hooks. One rank alone may do it."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         kept = {k: v for k, v in self.__dict__.items() if k not in self._runtime}
@@ -69,7 +83,7 @@ class Replica(nn.Module):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.group is not None and self.group is not torch.distributed.group.WORLD:
+        if self.group is not None and self.group is not dist.group.WORLD:
             raise TypeError(
                 "a wrapper on a part of the ranks cannot be pickled, its group exists only in this "
                 "job: pickle .module, or save .state_dict()"
@@ -80,7 +94,57 @@ class Replica(nn.Module):
         super().__setstate__(state)
         self.group = None  # found again at the first forward
 
-    # --- equal values on all ranks --------------------------------------------------------------
+    # --- agreement and equal values -------------------------------------------------------------
+
+    def _enter(self, group, settings: Mapping[str, Any]) -> None:
+        """Collective: all ranks agree on the model and the settings, and take rank 0's values.
+
+        Raises on all ranks: RuntimeError that names the first difference, ValueError for parameters
+        without values or when none requires a gradient.
+        """
+        self.group = group
+        named = dict(self.module.named_parameters())
+        ready = {name: param for name, param in named.items() if not is_lazy(param)}
+        # Flat buffers follow the memory of dense tensors, so it must have the same order.
+        strides = {
+            f"strides of {name}": param.stride()
+            for name, param in ready.items()
+            if not param.is_contiguous()
+        }
+        if group.size() > 1:
+            check_same_parameters(
+                named.items(), group, extra={**settings, **strides}, who=type(self).__name__,
+                named_buffers=self.module.named_buffers(),
+            )  # fmt: skip
+        empty = [name for name, param in named.items() if name not in ready or param.is_meta]
+        if empty:
+            raise ValueError(
+                f"{type(self).__name__}: parameters without values: {', '.join(empty)}. Before "
+                "wrapping, run a forward (lazy modules) or to_empty() and an initialisation (meta)"
+            )
+        if not any(param.requires_grad for param in named.values()):
+            raise ValueError(
+                f"{type(self).__name__}: no parameter requires a gradient, so there is nothing to "
+                "average"
+            )
+        if group.size() > 1:
+            self._send_values(0)
+        self._listen()
+
+    def _take_over(self) -> None:
+        """Averaging twice would divide twice: an older wrapper of the same parameters retires."""
+        named = dict(self.module.named_parameters())
+        mine = set(map(id, named.values()))
+        for name, param in named.items():
+            older = owners.get(param, lambda: None)()
+            if older is not None and older is not self:
+                if not mine.issuperset(map(id, older.module.parameters())):
+                    raise RuntimeError(
+                        f"{type(self).__name__}: parameter {name!r} belongs to a larger module "
+                        "that is already wrapped: wrap only the outer one"
+                    )
+                older._retire()
+            owners[param] = weakref.ref(self)
 
     def _buffer_places(self) -> list[tuple[nn.Module, str]]:
         return [
@@ -110,8 +174,8 @@ class Replica(nn.Module):
     def _send_buffers(self, source: int) -> None:
         """Collective: give all ranks the buffers of rank `source`, in one message of bytes.
 
-        A buffer whose values change is replaced by a new tensor. Overwriting it would break (or, past
-        the version check, silently falsify) the backward of an earlier forward that saved it.
+        A buffer whose values change is replaced by a new tensor. Overwriting it would break (or,
+        past the version check, silently falsify) the backward of an earlier forward that saved it.
         """
         places = self._buffer_places()
         mine = [_as_bytes(_dense(owner._buffers[name].detach())) for owner, name in places]
@@ -127,37 +191,6 @@ class Replica(nn.Module):
                 values = new.clone().view(old.dtype).view(old.shape)
                 fresh[id(old)] = tag(torch.empty_like(old).copy_(values), "buffers")
             owner._buffers[name] = fresh[id(old)]
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Every tensor in what a module returned: in containers, dataclasses and plain objects, too."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from tensors_in(list(output.values()))
-    elif isinstance(output, (list, tuple, set)):
-        for item in output:
-            yield from tensors_in(item)
-    elif is_dataclass(output) and not isinstance(output, type):
-        yield from tensors_in(list(vars(output).values()))
-
-
-def leaves_behind(nodes: Iterable[Any], wanted: Mapping[int, int], stop_at_first: bool) -> set[int]:
-    """Walk the autograd graph back from `nodes`: which wanted leaves (id -> index) it reaches."""
-    found: set[int] = set()
-    seen, stack = set(), list(nodes)
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        index = wanted.get(id(getattr(node, "variable", None)))
-        if index is not None:
-            found.add(index)
-            if stop_at_first:
-                break
-        stack.extend(following for following, _ in node.next_functions)
-    return found
 
 
 def _dense(tensor: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
     rank 0   batch  batch  batch  batch | done
     rank 1   batch  batch | answers: announce, buffers, buckets (zeros) ... | done
 
-Without it the rank with one batch more waits in its all-reduce for ever. Inside `DDP.join()` every
-rank announces what it does next (one small all-reduce: who is present, which phase), and a rank that
-has finished listens to the announcements and takes part with zeros, until nobody is present.
-"""
+Without it the rank with one batch more waits in its all-reduce for ever. Inside `DDP.join()`
+every rank announces what it does next (one small all-reduce: who is present, which phase), and a
+rank that has finished listens to the announcements and takes part with zeros, until nobody is
+present."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Announcements:
         return present, total // len(present)
 
     def answer(self, phases: dict[int, Callable[[list[int]], None]]) -> None:
-        """This rank has finished: take part in what the others announce, until all have finished."""
+        """This rank has finished: take part in what others announce, until all have finished."""
         while True:
             present, phase = self.announce()
             if not present:
@@ -60,7 +60,7 @@ def only_one(group) -> Iterator[None]:
     """Answers to one module's announcements must not meet those of another on the same group."""
     if group.group_name in _open_groups:
         raise RuntimeError(
-            "DDP.join: only one module of a process group can be joined at a time; wrap the modules "
+            "DDP.join: only one module of a process group can be joined at a time: wrap modules "
             "that are trained together in one DDP"
         )
     _open_groups.add(group.group_name)

@@ -1,10 +1,9 @@
 """What DDP does when a backward was unusual on some rank: all ranks talk, then all raise or go on.
 
 In the normal case ranks must not spend a message on asking each other whether everything is fine.
-So each backward carries one number along in the last bucket: how many parameters of this rank got no
-gradient, or were frozen or unfrozen. If the sum over ranks is not zero, every rank sees that, and
-calls `settle`. No rank can be left waiting by an error that only another one has noticed.
-"""
+So each backward carries one number along in the last bucket: how many parameters of this rank got
+no gradient, or were frozen or unfrozen. If the sum over ranks is not zero, every rank sees that,
+and calls `settle`. No rank can be left waiting by an error that only another one has noticed."""
 
 from __future__ import annotations
 
@@ -62,8 +61,8 @@ def _raise_if_frozen_differently(names: list[str], present: dict[int, Report]) -
         for name, here, there in zip(names, first.trainable, report.trainable, strict=True):
             if here != there:
                 raise RuntimeError(
-                    f"DDP: parameter {name!r} has requires_grad={here} on rank {zero} but {there} on "
-                    f"rank {rank}: freeze and unfreeze the same parameters on all ranks"
+                    f"DDP: parameter {name!r} has requires_grad={here} on rank {zero} but {there} "
+                    f"on rank {rank}: freeze and unfreeze the same parameters on all ranks"
                 )
 
 
