@@ -1,4 +1,4 @@
-"""The strategies at 64 ranks in one process, without memory: the bytes are those of real tensors."""
+"""The strategies at 64 ranks in one process, without memory: the bytes that real tensors need."""
 
 from contextlib import nullcontext
 
