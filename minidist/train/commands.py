@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minidist.comm.launch import Ranks, print_output
+from minidist.parallel.schedules import NAMES as SCHEDULES
 from minidist.train.compare import (
     BATCH,
     CONTESTANTS,
@@ -61,6 +62,10 @@ def train(
     dp: Axis = None,
     pp: Axis = None,
     tp: Axis = None,
+    schedule: Annotated[
+        OptionalText,
+        typer.Option(help=f"Of the pipeline: {', '.join(SCHEDULES)} (default: 1f1b)."),
+    ] = None,
     microbatches: Annotated[
         OptionalInt,
         typer.Option(help="Per pipeline (default: 2 per stage)."),
@@ -77,6 +82,7 @@ def train(
     layers: Layers = 4,
     heads: Heads = 4,
     seq: Seq = 64,
+    tied: Annotated[bool, typer.Option("--tied", help="Output matrix = token embedding.")] = False,
     timeout: Annotated[float, typer.Option(help="Limit for the whole run in seconds.")] = 3600,
     json_file: Json = None,
 ) -> int:
@@ -102,7 +108,7 @@ def train(
     with one_line_errors():
         config = TrainConfig(
             strategy=strategy,
-            model=GPTConfig(seq=seq, width=width, layers=layers, heads=heads),
+            model=GPTConfig(seq=seq, width=width, layers=layers, heads=heads, tied=tied),
             steps=steps,
             batch=batch,
             lr=lr,
@@ -114,6 +120,7 @@ def train(
             dp=dp,
             pp=pp,
             tp=tp,
+            schedule=schedule,
             microbatches=microbatches,
         )
         config.check(ranks)

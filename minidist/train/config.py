@@ -28,7 +28,6 @@ class Recipe(NamedTuple):
     axes: tuple[str, ...]  # the mesh axes it spreads ranks over, in the order they are filled
     dp: str = "ddp"  # ddp | zero1 | zero2 | fsdp-grad-op | fsdp
     schedule: str = "1f1b"  # only used when pp > 1
-    chunks: int = 1  # pieces of the model per pipeline rank
 
 
 STRATEGIES: dict[str, Recipe] = {
@@ -42,7 +41,7 @@ STRATEGIES: dict[str, Recipe] = {
     "pp-naive": Recipe(("pp",), schedule="naive"),
     "pp-gpipe": Recipe(("pp",), schedule="gpipe"),
     "pp-1f1b": Recipe(("pp",), schedule="1f1b"),
-    "pp-interleaved": Recipe(("pp",), schedule="interleaved", chunks=2),
+    "pp-interleaved": Recipe(("pp",), schedule="interleaved"),
     "pp-zb-h1": Recipe(("pp",), schedule="zb-h1"),
     "dp-tp": Recipe(("tp", "dp")),
     "dp-pp": Recipe(("pp", "dp")),
@@ -64,7 +63,7 @@ class Layout(NamedTuple):
     tp: int = 1
     dp_kind: str = "ddp"
     schedule: str = "1f1b"
-    chunks: int = 1
+    chunks: int = 1  # parts of the model per pipeline rank
     microbatches: int = 1
 
     @property
@@ -114,11 +113,12 @@ class TrainConfig:
             raise ConfigError(f"ranks must be at least 1, got {ranks}")
         recipe = STRATEGIES[name]
         sizes = self._axis_sizes(name, recipe, ranks)
+        schedule = self.schedule or recipe.schedule
         layout = Layout(
             **sizes,
             dp_kind=recipe.dp,
-            schedule=self.schedule or recipe.schedule,
-            chunks=recipe.chunks,
+            schedule=schedule,
+            chunks=2 if schedule in ("interleaved", "zb-v") and sizes["pp"] > 1 else 1,
         )
         return layout._replace(microbatches=self._microbatches(layout))
 
@@ -172,6 +172,10 @@ class TrainConfig:
             raise ConfigError("warmup and seed must not be negative")
         if layout.dp_kind == "fsdp-grad-op" and layout.tp * layout.pp > 1:
             raise ConfigError("fsdp-grad-op does not combine with tp or pp; use fsdp or zero2")
+        if layout.dp_kind == "fsdp" and self.model.tied and layout.pp > 1:
+            raise ConfigError("fsdp cannot shard a tied table on two pipeline stages; use zero2")
+        if self.schedule is not None and layout.pp == 1:
+            raise ConfigError("a schedule needs a pipeline: choose --pp or a pp strategy")
         self._check_divisions(layout)
         try:
             tokens = load_tokens(self.text) if tokens is None else tokens
