@@ -36,7 +36,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from minidist.comm import collectives as coll
 from minidist.measure import span, tag
@@ -49,7 +48,7 @@ from minidist.parallel.fsdp_flat import (
 )
 from minidist.parallel.fsdp_init import Plan, check_optimizers, copy_units, make_placement
 from minidist.parallel.fsdp_module import ShardedModule
-from minidist.parallel.fsdp_unit import Hint, Unit, Use
+from minidist.parallel.fsdp_unit import Hint, Unit, Use, tensors_in
 
 __all__ = ["FSDP", "MixedPrecision"]
 
@@ -181,7 +180,7 @@ class FSDP(ShardedModule):
         use = self._begin_forward(unit)
         try:
             with span(f"forward {unit.name or 'root'}"):
-                output = compute(*cast(args), **cast(kwargs))
+                output = unit.without_own(compute(*cast(args), **cast(kwargs)))
         except BaseException:
             self._end_forward(use, failed=True)
             raise
@@ -237,8 +236,8 @@ class FSDP(ShardedModule):
                 self._ahead.append(other)
 
     def _begin_outermost(self, unit: Unit) -> None:
-        if self._end_queued:
-            self._abandon_backward()
+        if self.busy:
+            raise RuntimeError("FSDP: a forward inside another one's forward")
         for inner in unit.inner:
             # Left over from a forward without backward: the optimizer may have changed the shards.
             inner.free()
@@ -276,8 +275,8 @@ class FSDP(ShardedModule):
         """Let the gradient of the output announce the unit's backward."""
         if not torch.is_grad_enabled():
             return
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
                 tensor.register_hook(functools.partial(self._begin_backward, use))
 
     @torch.compiler.disable
@@ -288,6 +287,7 @@ class FSDP(ShardedModule):
         with torch.no_grad():
             for later in [u for u in self._opened if u.start > use.end]:
                 self._end_backward(later)
+            use.check()
             use.open = True
             self._opened.append(use)
             self._make_ready(use.unit, self._backward_hint.after(use.unit, self.prefetch))
@@ -412,6 +412,8 @@ class FSDP(ShardedModule):
 
     @property
     def busy(self) -> bool:
+        if self._end_queued and not _in_backward():
+            self._abandon_backward()
         return bool(self._running or self._opened)
 
     def __deepcopy__(self, memo):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from minidist.parallel.fsdp_flat import FlatShard
 
@@ -52,6 +54,18 @@ class Unit:
             undo()
         self.undo.clear()
 
+    def without_own(self, output: Any) -> Any:
+        """`output` with copies in place of parameters and views of them: what leaves the unit would
+        be read when their memory has been freed."""
+        own = {f.full.untyped_storage()._cdata for f in self.flats if not f.always_whole}
+
+        def is_own(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.untyped_storage()._cdata in own
+
+        if not own or not any(map(is_own, tree_leaves(output))):
+            return output
+        return tree_map(lambda value: value.clone() if is_own(value) else value, output)
+
     def begin_gather(self) -> None:
         for flat in self.flats:
             flat.begin_gather()
@@ -82,12 +96,21 @@ class Unit:
 class Use:
     """One forward of a unit, and the backward through it. Times are counted, not measured."""
 
-    __slots__ = ("unit", "start", "end", "recomputing", "open")
-
     def __init__(self, unit: Unit, start: int, recomputing: bool):
         self.unit, self.start, self.end = unit, start, start
         self.recomputing = recomputing  # activation checkpointing, inside a backward
         self.open = False  # its backward has begun and not ended
+        self.versions = [[piece._version for piece in flat.pieces] for flat in unit.flats]
+
+    def check(self) -> None:
+        """Backward has to see the values that forward saw."""
+        for flat, versions in zip(self.unit.flats, self.versions, strict=True):
+            for name, piece, version in zip(flat.names, flat.pieces, versions, strict=True):
+                if piece._version != version:
+                    raise RuntimeError(
+                        f"FSDP: parameter {name!r} was changed between forward and backward (an "
+                        "optimizer step in between?): run the forward again before the backward"
+                    )
 
 
 class Hint:
@@ -103,3 +126,8 @@ class Hint:
         except ValueError:
             return None
         return self.expected[self.at : self.at + count]
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """All tensors in what a module returned."""
+    return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
