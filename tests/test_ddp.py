@@ -721,3 +721,34 @@ def test_checkpointed_blocks_share_no_state_between_steps(run_ranks):
 
     for text in run_ranks(message, 2):
         assert "use_reentrant=False" in text
+
+
+def test_a_hook_that_takes_gradients_away_is_an_error(run_ranks):
+    def message():
+        layer = nn.Linear(1, 1)
+
+        def consume(param):
+            param.grad = None
+
+        layer.weight.register_post_accumulate_grad_hook(consume)
+        model = md.DDP(layer)
+        with pytest.raises(RuntimeError, match="took the gradient of 'weight'"):
+            model(torch.ones(1, 1)).sum().backward()
+        return True
+
+    assert run_ranks(message, 2) == [True] * 2
+
+
+@pytest.mark.parametrize("hook", [hooks.all_reduce, hooks.reduce_scatter_all_gather])
+def test_debug_mode_fills_padding_with_nan(run_ranks, hook):
+    def debugged():
+        import os
+
+        os.environ["MINIDIST_DEBUG"] = "1"
+        try:
+            parameters = train(comm_hook=hook)
+        finally:
+            del os.environ["MINIDIST_DEBUG"]
+        return parameters
+
+    check_equal(run_ranks(debugged, 3), serial(3))

@@ -5,7 +5,8 @@
 
 One collective per parameter pays its latency hundreds of times; one for everything cannot start
 before backward has ended. Buckets are the middle. The first is small, so that something is under
-way soon. Chapter 2; Li et al. 2020, "PyTorch Distributed", section 3.2.3."""
+way soon. Chapter 2; Li et al. 2020, "PyTorch Distributed", section 3.2.3.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class GradBucket:
     bucket has one more, of one element: the flag by which ranks tell each other that something
     was unusual. `names`, `params`: the parameters in bucket order. `index`, `group`,
     `world_size`, `by` (for the ledger). Memory is taken on first use, so that a plan that is
-    replaced never had any."""
+    replaced never had any.
+    """
 
     def __init__(self, index: int, names: list[str], params: list[nn.Parameter], group, flag: bool):
         self.index, self.names, self.params = index, names, params

@@ -26,7 +26,6 @@ import re
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,13 +57,15 @@ class DDP(Replica):
 
     Gradients add up over backwards, as without a wrapper; each backward outside `no_sync()`
     averages. They add up in the parameter's dtype. `torch.autograd.grad` returns this rank's own
-    values, and `.grad` has no graph of its own after `backward(create_graph=True)`. In a group of
-    one rank DDP does nothing. A parameter belongs to the DDP that wrapped it last."""
+    values, and `.grad` has no graph of its own after `backward(create_graph=True)`. The memory of
+    `.grad` is used again by the next backward: clone a gradient to keep it. In a group of one rank
+    DDP does nothing. A parameter belongs to the DDP that wrapped it last.
+    """
 
     _runtime = (
         "group", "buckets", "_names", "_params", "_place", "_bucketed", "_learning", "_sync",
         "_active", "_dry_run", "_running", "_in_flight", "_forwards", "_announcements",
-        "_in_parts", "_handles",
+        "_in_parts", "_handles", "_buffer_places",
     )  # fmt: skip
 
     def __init__(
@@ -117,7 +118,8 @@ class DDP(Replica):
         all take the parameters and buffers of a rank that trained to the end. (Optimizer states
         of the early ranks miss those last steps.) `divide_by`: gradients are divided by the
         number of ranks of the group ("world"), or of those that still had data in that step
-        ("active")."""
+        ("active").
+        """
         if divide_by not in ("world", "active"):
             raise ValueError(f"divide_by must be 'world' or 'active', got {divide_by!r}")
         if not self._active:
@@ -156,7 +158,8 @@ class DDP(Replica):
         self._forwards: weakref.WeakSet[ForwardOutputs] = weakref.WeakSet()
         self._announcements: uneven.Announcements | None = None  # inside join()
         self._in_parts: set[int] = set()  # parameters that nested backwards give gradients to
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[int, Any] = {}  # hooks on parameters
+        self._buffer_places = [(m, name) for m in self.module.modules() for name in m._buffers]
         for buffer in self.module.buffers():
             tag(buffer, "buffers")
         if self._active:
@@ -172,7 +175,8 @@ class DDP(Replica):
     def _make_buckets(self, order: list[int], *, learned: bool = False) -> None:
         """Plan buckets for these parameters (indices, the first to arrive first), and hook them."""
         self._learning = not learned
-        self._bucketed = [index in set(order) for index in range(len(self._params))]
+        members = set(order)
+        self._bucketed = [index in members for index in range(len(self._params))]
         plan = plan_buckets(self._params, order, self.bucket_cap_mb, self.first_bucket_mb)
         self.buckets: list[GradBucket] = []
         self._place: dict[int, tuple[GradBucket, int]] = {}
@@ -181,16 +185,8 @@ class DDP(Replica):
             last = number == len(plan) - 1
             self.buckets.append(GradBucket(number, names, params, self.group, flag=last))
             self._place |= {i: (self.buckets[-1], slot) for slot, i in enumerate(indices)}
-        me = weakref.ref(self)  # a strong one would keep a wrapper alive that was thrown away
-
-        @not_compiled
-        def ready(param: nn.Parameter, index: int) -> None:
-            ddp = me()
-            if ddp is not None and ddp._sync:
-                ddp._backward().arrive(index, param)
-
         for index in self._place.keys() - self._handles.keys():
-            hook = partial(ready, index=index)
+            hook = _Hook(self, lambda running, param, index=index: running.arrive(index, param))
             self._handles[index] = self._params[index].register_post_accumulate_grad_hook(hook)
 
     def _mean(self, index: int) -> Tensor:
@@ -207,17 +203,11 @@ class DDP(Replica):
 
     @not_compiled
     def _after_forward(self, output: Any) -> None:
-        if self.broadcast_buffers and self.training and self._sync and self._buffer_places():
+        if self.broadcast_buffers and self.training and self._sync and self._buffer_places:
             self._send_buffers(self._announce(uneven.BUFFERS)[0])
-        me = weakref.ref(self)
-
-        def begin() -> None:
-            ddp = me()
-            if ddp is not None and ddp._sync and ddp._active:
-                ddp._backward()
-
-        stop = not self.find_unused_parameters
-        self._forwards.add(ForwardOutputs(output, self._params, begin, stop_at_first=stop))
+        hook = _Hook(self, lambda running, grad: None)  # it is enough that a backward has begun
+        first_only = not self.find_unused_parameters
+        self._forwards.add(ForwardOutputs(output, self._params, hook, stop_at_first=first_only))
 
     def _announce(self, phase: int) -> list[int]:
         """The ranks that take part in this phase: all, unless some have finished inside join()."""
@@ -236,6 +226,20 @@ class DDP(Replica):
         return running
 
 
+class _Hook:
+    """Brings an event of autograd to the backward it belongs to."""
+
+    def __init__(self, ddp: DDP, react: Callable[[_Backward, Tensor], None]):
+        self.ddp = weakref.ref(ddp)  # a strong one would keep a wrapper alive that was thrown away
+        self.react = react
+
+    @not_compiled
+    def __call__(self, tensor: Tensor) -> None:
+        ddp = self.ddp()
+        if ddp is not None and ddp._sync and ddp._active:
+            self.react(ddp._backward(), tensor)
+
+
 class _Backward:
     """One backward of one DDP: hook -> bucket -> collective -> wait."""
 
@@ -246,7 +250,7 @@ class _Backward:
         self.filled: set[int] = set()  # parameters whose gradient is in its bucket
         self.lacking = [len(b.params) for b in ddp.buckets]  # gradients each bucket waits for
         self.next = 0  # buckets leave in order, or ranks would mix them up
-        self.trouble = 0
+        self.unusual = 0  # how many things all ranks should hear of, see unusual.py
         self.scale = 1 / ddp.group.size()
         self.unreached = bool(ddp._forwards) and not any(f.reaches for f in ddp._forwards)
         # Left by a backward that failed. Its buckets are about to be written again.
@@ -269,11 +273,6 @@ class _Backward:
             )
         if ddp._learning or index in ddp._in_parts or index not in ddp._place:
             return  # more may come, or ranks must agree on it first: at the end of backward
-        if param.grad is None:
-            raise RuntimeError(
-                f"DDP: another hook took the gradient of {ddp._names[index]!r} away before it was "
-                "averaged: register hooks that consume gradients elsewhere, or wrap first"
-            )
         param.grad = self.fill(index)
         self.launch_full_buckets()
 
@@ -286,20 +285,25 @@ class _Backward:
         if ddp._announcements is not None and ddp._announcements.divide_by == "active":
             self.scale = 1 / len(present)
         # Later would be too late: the last bucket may have left with its flag by then.
-        self.trouble += ddp._bucketed != [p.requires_grad for p in ddp._params]
+        self.unusual += ddp._bucketed != [p.requires_grad for p in ddp._params]
         if ddp.find_unused_parameters and ddp._forwards and not ddp._learning:
             reached = set().union(*(f.reaches for f in ddp._forwards)) | ddp._in_parts
             for index in ddp._place.keys() - reached:
                 self.fill(index)  # or its bucket, and all that follow, would wait for the end
-                self.trouble += 1
+                self.unusual += 1
 
     def fill(self, index: int) -> Tensor:
         """Put a gradient into its bucket, divided by N on the way; returns its place there."""
         ddp = self.ddp
         bucket, slot = ddp._place[index]
         grad, place = ddp._params[index].grad, bucket.tensors[slot]
-        if grad is None or self.absent:
+        if self.absent or (grad is None and index not in self.arrived):
             place.zero_()
+        elif grad is None:
+            raise RuntimeError(
+                f"DDP: another hook took the gradient of {ddp._names[index]!r} away before it was "
+                "averaged: wrap the module before registering hooks that consume gradients"
+            )
         elif grad.dtype != place.dtype:
             raise RuntimeError(
                 f"DDP: parameter {ddp._names[index]!r} was {place.dtype} when it was wrapped and "
@@ -322,7 +326,7 @@ class _Backward:
         while self.next < len(buckets) and self.lacking[self.next] == 0:
             bucket = buckets[self.next]
             if bucket.flag is not None:
-                bucket.flag.fill_(self.trouble)
+                bucket.flag.fill_(self.unusual)
             self.ddp._in_flight.append(self.ddp.comm_hook(bucket))
             self.next += 1
 
@@ -343,18 +347,18 @@ class _Backward:
         had_grad = [p.grad is not None and not self.absent for p in params]
         for index in place.keys() - self.filled:
             self.fill(index)
-        self.trouble += 0 if self.absent else len(lost)
+        self.unusual += 0 if self.absent else len(lost)
         self.launch_full_buckets()
         ddp._wait_for_buckets()
         for index in place.keys() & self.arrived.keys():
             params[index].grad = ddp._mean(index)
         # In a dry run there are no other ranks, and maybe no values.
-        if self.trouble if ddp._dry_run else ddp.buckets[-1].flag.item():
+        if self.unusual if ddp._dry_run else ddp.buckets[-1].flag.item():
             agreed = settle(ddp, lost, had_grad, self.scale, self.absent)
             for index in [] if self.absent else lost:
                 if agreed.had_grad[index]:
                     params[index].grad = ddp._mean(index)
-            if agreed.trainable != ddp._bucketed:
+            if agreed.trainable != ddp._bucketed and any(agreed.trainable):
                 ddp._make_buckets([i for i, yes in enumerate(agreed.trainable) if yes][::-1])
 
     def learn(self) -> None:

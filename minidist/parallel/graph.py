@@ -15,7 +15,7 @@ not_compiled = torch._disable_dynamo
 
 
 class ForwardOutputs:
-    """Hooks on the outputs of one forward: `begin()` is called when a backward comes to them.
+    """Puts `hook` on the outputs of one forward: called with the gradient of each in backward.
 
     With reentrant checkpointing the first gradient comes from a backward inside the backward. Only
     the outputs are met by the outer one, at whose end everything is complete. Lives as long as the
@@ -27,10 +27,10 @@ class ForwardOutputs:
         self,
         outputs: Any,
         params: Iterable[nn.Parameter],
-        begin: Callable[[], None],
+        hook: Callable[[Tensor], None],
         stop_at_first: bool,
     ):
-        self.begin = begin
+        self.hook = hook
         tensors = [tensor for tensor in tensors_in(outputs) if tensor.grad_fn is not None]
         index_of = {id(param): index for index, param in enumerate(params)}
         self.reaches = leaves_behind([t.grad_fn for t in tensors], index_of, stop_at_first)
@@ -39,7 +39,7 @@ class ForwardOutputs:
 
     @not_compiled
     def __call__(self, grad: Tensor) -> None:
-        self.begin()
+        self.hook(grad)
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

@@ -47,7 +47,8 @@ def reduce_scatter_all_gather(bucket: GradBucket):
 
     Same bytes as `all_reduce`. On gloo our reduce-scatter adds in rank order, so DDP with this
     hook gives the same bits as ZeRO-1 at any world size; gloo's own ring adds each chunk in
-    another order."""
+    another order.
+    """
     shard = bucket.layout.shard(bucket.flat, bucket.group.rank())
     work = coll.reduce_scatter(
         shard, bucket.flat, group=bucket.group, async_op=True, by=bucket.by
@@ -93,7 +94,8 @@ class PowerSGD:
     Matrices for which r(m+n) elements save less than `min_saving` times, vectors and 16-bit or
     complex gradients travel uncompressed. The first `warmup_steps` backwards are uncompressed.
     State is kept per parameter name, about one more copy of the compressed gradients. One object
-    serves one DDP."""
+    serves one DDP.
+    """
 
     def __init__(
         self, rank: int = 2, *, min_saving: float = 2.0, warmup_steps: int = 0, seed: int = 0

@@ -146,14 +146,6 @@ class Replica(nn.Module):
                 older._retire()
             owners[param] = weakref.ref(self)
 
-    def _buffer_places(self) -> list[tuple[nn.Module, str]]:
-        return [
-            (owner, name)
-            for owner in self.module.modules()
-            for name, buffer in owner._buffers.items()
-            if buffer is not None
-        ]
-
     @torch.no_grad()
     def _send_values(self, source: int) -> None:
         """Collective: overwrite all parameters and buffers with those of rank `source`."""
@@ -177,7 +169,9 @@ class Replica(nn.Module):
         A buffer whose values change is replaced by a new tensor. Overwriting it would break (or,
         past the version check, silently falsify) the backward of an earlier forward that saved it.
         """
-        places = self._buffer_places()
+        places = [(m, n) for m, n in self._buffer_places if m._buffers.get(n) is not None]
+        if not places:
+            return
         mine = [_as_bytes(_dense(owner._buffers[name].detach())) for owner, name in places]
         message = torch.cat(mine)
         coll.broadcast(message, source, group=self.group, by="ddp buffers")

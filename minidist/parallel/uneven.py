@@ -6,7 +6,8 @@
 Without it the rank with one batch more waits in its all-reduce for ever. Inside `DDP.join()`
 every rank announces what it does next (one small all-reduce: who is present, which phase), and a
 rank that has finished listens to the announcements and takes part with zeros, until nobody is
-present."""
+present.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 In the normal case ranks must not spend a message on asking each other whether everything is fine.
 So each backward carries one number along in the last bucket: how many parameters of this rank got
 no gradient, or were frozen or unfrozen. If the sum over ranks is not zero, every rank sees that,
-and calls `settle`. No rank can be left waiting by an error that only another one has noticed."""
+and calls `settle`. No rank can be left waiting by an error that only another one has noticed.
+"""
 
 from __future__ import annotations
 
