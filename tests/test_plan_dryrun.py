@@ -108,7 +108,9 @@ def test_measured_equals_formula(runs, name):
         assert rows[what]["error"] == pytest.approx(0, abs=2e-3), rows[what]
     # The formula leaves out statistics of norms and attention.
     assert 0 <= rows["activations"]["error"] < 0.05, rows["activations"]
-    assert rows["bytes sent"]["error"] == pytest.approx(0, abs=1e-3), rows["bytes sent"]
+    # Nor does it count the three numbers per token of the cut loss: 0.2 % of the small model's last
+    # stage.
+    assert 0 <= rows["bytes sent"]["error"] + 1e-9 < 3e-3, rows["bytes sent"]
 
 
 def test_traffic_is_what_the_document_says(runs):
