@@ -1,71 +1,22 @@
-"""Starting and ending ranks: results, output, and above all what is left behind (nothing)."""
+"""What a call on ranks gives: results, output, standing ranks, and what is refused at once."""
 
 import os
-import signal
-import subprocess
+import socket
 import sys
-import tempfile
-import textwrap
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from programs import not_of_the_pools, run_script, total, until
 
 import minidist as md
-from minidist.comm import processes, worker
+from minidist.comm import worker
 from minidist.comm.launch import Ranks, launch
 
 pytestmark = pytest.mark.timeout(60)
-ROOT = Path(__file__).parents[1]
-
-
-def total(value=1.0):
-    x = torch.full((3,), value * (dist.get_rank() + 1))
-    dist.all_reduce(x)
-    return x
-
-
-def not_of_the_pools():
-    """This program and its processes, without the ranks that `run_ranks` keeps for other tests."""
-    pools = {pid for pool in sys.modules["conftest"]._pools.values() for pid in pool.pids}
-    everyone = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return [p for p in everyone if p.pid not in pools]
-
-
-def until(condition, seconds):
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def start_script(tmp_path, code, **environment):
-    """A program of its own, without any main guard."""
-    script = tmp_path / "program.py"
-    script.write_text(textwrap.dedent(code), encoding="utf-8")
-    return subprocess.Popen(
-        [sys.executable, "-u", str(script)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def run_script(tmp_path, code, timeout=50, **environment):
-    """Its exit code and output."""
-    program = start_script(tmp_path, code, **environment)
-    try:
-        out, err = program.communicate(timeout=timeout)
-    finally:
-        program.kill()
-    return program.returncode, out, err
 
 
 # ------------------------------------------------------------------------------------ what it gives
@@ -139,7 +90,11 @@ def test_numpy_draws_differ_between_launches():
     assert len({x for pair in draws for x in pair}) == 4
 
 
-def test_gloo_listens_on_loopback_only():
+def test_gloo_listens_on_loopback_only(monkeypatch):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.family == socket.AF_INET and a.address != "127.0.0.1" for a in addresses):
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)  # what a cluster job would set
+
     def addresses():
         dist.barrier()
         found = psutil.Process().net_connections("inet")
@@ -349,197 +304,3 @@ def test_without_cloudpickle_importable_functions_work(tmp_path):
     )
     assert out.startswith("[42, 42]\n"), err
     assert out.count("cloudpickle") == 2
-
-
-# ------------------------------------------------------------------------------ nothing left behind
-
-
-def test_five_in_a_row_two_at_once_and_one_that_raises():
-    """B85: no child process, no process group, no listening socket afterwards."""
-    for _ in range(5):
-        assert launch(total, 2)[0].tolist() == [3.0] * 3
-    answers = {}
-    threads = [
-        threading.Thread(target=lambda n=n: answers.update({n: launch(total, n)})) for n in (2, 3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers[2][0].tolist() == [3.0] * 3 and answers[3][0].tolist() == [6.0] * 3
-    with pytest.raises(md.RankFailure):
-        launch(lambda: 1 / dist.get_rank(), 2)
-    assert not dist.is_initialized()
-    left = not_of_the_pools()
-    assert {p.pid for p in left} == {os.getpid(), processes._template.process.pid}
-    assert not [c for p in left for c in p.net_connections("all") if c.status == "LISTEN"]
-
-
-@pytest.mark.timeout(120)  # 8 s on a machine that has nothing else to do
-def test_two_hundred_launches_leave_nothing():
-    launch(total, 2)
-    fds = len(os.listdir("/proc/self/fd"))
-    template_fds = len(os.listdir(f"/proc/{processes._template.process.pid}/fd"))
-    files = set(os.listdir(tempfile.gettempdir()))
-    shared = set(os.listdir("/dev/shm"))
-    threads = threading.active_count()
-    end = time.monotonic() + 60
-    for _ in range(200):
-        launch(total, 2)
-        if time.monotonic() > end:  # a machine with much else to do
-            break
-    assert len(os.listdir("/proc/self/fd")) <= fds
-    assert len(os.listdir(f"/proc/{processes._template.process.pid}/fd")) <= template_fds
-    assert len(not_of_the_pools()) == 2  # this program and the template
-    assert not {f for f in set(os.listdir(tempfile.gettempdir())) - files if "minidist" in f}
-    assert set(os.listdir("/dev/shm")) <= shared
-    assert threading.active_count() == threads
-
-
-def test_the_template_has_one_thread():
-    launch(total, 2)
-    assert psutil.Process(processes._template.process.pid).num_threads() == 1
-
-
-def test_an_idle_template_is_replaced_when_it_has_gone():
-    launch(total, 2)
-    processes.shutdown()
-    assert launch(total, 2)[1].tolist() == [3.0] * 3
-    processes._template.process.kill()
-    assert launch(total, 2)[1].tolist() == [3.0] * 3
-
-
-def test_a_script_without_main_guard_runs_once(tmp_path):
-    code, out, err = run_script(
-        tmp_path,
-        """
-        print("top of the script")
-        import minidist as md, torch.distributed as dist
-        class Answer:
-            pass
-        def work():
-            a = Answer(); a.rank = dist.get_rank()
-            return a
-        answers = md.launch(work, 2)
-        print([a.rank for a in answers], all(isinstance(a, Answer) for a in answers))
-        """,
-    )
-    assert (code, out, err) == (0, "top of the script\n[0, 1] True\n", "")
-
-
-def test_spawned_ranks_do_the_same(tmp_path):
-    """The way of macOS and Windows, here on Linux."""
-    code, out, err = run_script(
-        tmp_path,
-        """
-        print("top of the script")
-        import minidist as md, torch, torch.distributed as dist
-        from minidist.comm.launch import Ranks
-        def work():
-            x = torch.ones(1); dist.all_reduce(x)
-            print("on rank", dist.get_rank())
-            return int(x)
-        def fail():
-            if dist.get_rank() == 1:
-                raise ValueError("a mistake")
-            dist.barrier()
-        with Ranks(2) as ranks:
-            print(ranks.run(work))
-            try:
-                ranks.run(fail)
-            except md.RankFailure as failure:
-                print(failure)
-        """,
-        MINIDIST_START="spawn",
-    )
-    assert code == 0, err
-    assert out.count("top of the script") == 1
-    assert "[rank 0] on rank 0\n" in out and "[rank 1] on rank 1\n" in out
-    assert "[2, 2]" in out
-    assert "rank 1 raised ValueError: a mistake" in out
-    assert "rank 0: waiting in barrier at" in out
-
-
-STUCK = """
-    import ctypes, os, minidist as md, torch, torch.distributed as dist
-    from minidist.comm import processes
-    def work():
-        if {fork!r} and dist.get_rank() == 1:
-            os.system("sleep 1000 &")
-        print("pid", os.getpid())
-        if dist.get_rank() == 1:
-            {stuck}
-        dist.all_reduce(torch.ones(1))
-    if {fork!r} and os.fork() == 0:  # a fork that outlives the program
-        import time; time.sleep(3); os._exit(0)
-    md.launch(lambda: None, 3)
-    print("pid", processes._template.process.pid)
-    md.launch(work, 3, timeout=None)
-    """
-
-
-@pytest.mark.parametrize(
-    ("stuck", "fork"),
-    [
-        ("import time; time.sleep(1000)", False),
-        ("ctypes.PyDLL(None).sleep(1000)", False),  # holds the interpreter: no thread can act
-        ("os.kill(os.getpid(), 19)", True),
-    ],
-)
-def test_killing_the_program_leaves_nothing(tmp_path, stuck, fork):
-    program = start_script(tmp_path, STUCK.format(stuck=stuck, fork=fork))
-    pids = []
-    while len(pids) < 4:
-        pids.append(int(program.stdout.readline().split()[-1]))
-    time.sleep(0.3)
-    ours = [psutil.Process(pid) for pid in pids]
-    ours += [child for p in ours for child in p.children(recursive=True)]
-    program.send_signal(signal.SIGKILL)
-    program.wait()
-    assert until(lambda: not any(p.is_running() for p in ours), 5), ours
-
-
-def test_a_normal_end_with_ranks_still_standing_leaves_nothing(tmp_path):
-    code, out, err = run_script(
-        tmp_path,
-        """
-        from minidist.comm.launch import Ranks
-        from minidist.comm import processes
-        ranks = Ranks(2)
-        print(*ranks.pids, processes._template.process.pid)
-        """,
-    )
-    assert (code, err) == (0, "")
-    assert until(lambda: not any(psutil.pid_exists(int(pid)) for pid in out.split()), 5)
-
-
-def test_control_c_ends_the_ranks_and_says_where_they_were(tmp_path):
-    program = start_script(
-        tmp_path,
-        """
-        import os, time, minidist as md
-        def work():
-            print("pid", os.getpid())
-            time.sleep(1000)
-        md.launch(work, 2)
-        """,
-    )
-    pids = [int(program.stdout.readline().split()[-1]) for _ in range(2)]
-    program.send_signal(signal.SIGINT)
-    _, err = program.communicate(timeout=20)
-    assert program.returncode not in (0, None)
-    assert "RanksInterrupted: interrupted" in err
-    for rank in range(2):
-        assert f"rank {rank}: running work at" in err and "time.sleep(1000)" in err
-    assert until(lambda: not any(psutil.pid_exists(pid) for pid in pids), 5)
-
-
-def test_a_fork_of_the_program_does_not_end_its_ranks():
-    with Ranks(2) as ranks:
-        pid = os.fork()
-        if pid == 0:
-            ranks.kill()
-            ranks.__del__()
-            os._exit(0)
-        os.waitpid(pid, 0)
-        assert ranks.run(total)[0].tolist() == [3.0] * 3

@@ -30,7 +30,7 @@ __all__ = ["RankFailure", "Ranks", "RanksInterrupted", "launch", "print_output"]
 
 GRACE = 0.3  # seconds the other ranks get after the first bad news: the cause may be heard second
 _START_LIMIT = 120.0  # seconds until all ranks must have joined the process group
-_ANSWER_LIMIT = 1.0  # seconds to answer "where are you?"
+_ANSWER_LIMIT = 3.0  # seconds to answer "where are you?"; a busy machine needs more than it seems
 
 
 def launch(fn: Callable, ranks: int = 2, *args, timeout: float | None = 60, **kwargs) -> list:
@@ -121,7 +121,7 @@ class Ranks:
         return failure.states({}, snaps, self._silent(snaps), self.n)
 
     def snapshots(self) -> dict[int, dict]:
-        """The same as data, without ranks that do not answer within a second: `frames` (file, line,
+        """The same as data, without ranks that do not answer: `frames` (file, line,
         function, source line) from the outermost on, and the last `records` of the ledger."""
         if self._busy.acquire(blocking=False):
             try:
@@ -285,7 +285,7 @@ class Ranks:
 
     def _snapshots(self, call: _Call, emit: Output) -> dict[int, dict]:
         """What every rank that is there is doing now; answers to the call may still come in."""
-        ranks = {r for r in range(self.n) if not call.died(r)}
+        ranks = {r for r in range(self.n) if not call.died(r) and not self._processes[r].stopped()}
         question = self._ask(ranks)
         end = time.monotonic() + _ANSWER_LIMIT
         while ranks - set(self._answers[question]) and time.monotonic() < end:

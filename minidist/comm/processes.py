@@ -141,14 +141,17 @@ class _Process:
         """The stacks that Python wrote down when the process crashed."""
         return ""
 
-    def silence(self) -> str:
-        """Why this rank does not answer, in words."""
+    def stopped(self) -> bool:
+        """Whether SIGSTOP or a debugger holds the process; False where this cannot be seen."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="utf-8") as file:
-                stopped = file.read().rpartition(")")[2].split()[0] in "Tt"
+                return file.read().rpartition(")")[2].split()[0] in "Tt"
         except OSError:
-            stopped = False
-        if stopped:
+            return False
+
+    def silence(self) -> str:
+        """Why this rank does not answer, in words."""
+        if self.stopped():
             return f"is stopped (process {self.pid} got SIGSTOP or is in a debugger)"
         return "does not answer (in a call that holds the interpreter)"
 

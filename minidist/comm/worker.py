@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import datetime
 import faulthandler
+import gc
 import importlib
 import io
 import os
@@ -61,6 +62,8 @@ def serve(control_fd: int, parent: int, preload: Iterable[str]) -> None:
     for name in (*PRELOAD, *preload):
         with suppress(Exception):  # cloudpickle may be missing; what the rank needs, it will say so
             importlib.import_module(name)
+    # Or the first collection in every rank would write to, and so copy, all of what they share.
+    gc.freeze()
     control = socket.socket(fileno=control_fd)
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
