@@ -14,8 +14,14 @@ from torch import nn
 import minidist as md
 from minidist.parallel.schedules import schedule
 from minidist.plan import formulas
-from minidist.plan.costs import Layout, Software, layer_activation_bytes, microbatches
-from minidist.plan.estimate import estimate
+from minidist.plan.costs import (
+    Layout,
+    Software,
+    layer_activation_bytes,
+    logits_bytes,
+    microbatches,
+)
+from minidist.plan.estimate import activation_bytes, estimate
 from minidist.plan.hardware import accelerator, cluster
 from minidist.plan.shapes import PRESETS, Transformer, from_module
 from minidist.plan.simulator import Clock, Step, _play_pipeline, simulate
@@ -309,6 +315,27 @@ def test_fsdp_order_and_memory_of_the_simulation():
     whole = max(size for _, _, kind, size in kept.memory if kind == "gathered")
     assert whole == pytest.approx(2 * shape.parameters, rel=0.01)
     assert [t.name for t in kept.tasks].count("gather layer 2") == 1
+
+
+@pytest.mark.parametrize("name, chunks", [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+def test_pipeline_memory_over_time(name, chunks):
+    """Activations on every rank peak at what the schedule has in flight, and end at zero."""
+    shape, machine = Transformer(8, 512, 8, vocab=512, seq=256), cluster("a100", 4)
+    layout = Layout(pp=4, schedule=name, chunks=chunks)
+    run = simulate(shape, machine, layout, 8)
+    each = layer_activation_bytes(shape, layout, Software()) * 8 / 4 / chunks
+    in_flight = schedule(name, 4, 8, chunks).in_flight
+    for rank in range(4):
+        sizes = [size for _, r, kind, size in run.memory if (r, kind) == (rank, "activations")]
+        assert max(sizes) == pytest.approx(in_flight[rank] * each)
+        assert sizes[-1] == pytest.approx(0, abs=1)
+        if name == "1f1b":
+            assert in_flight[rank] == formulas.in_flight(name, 4, 8, rank)
+    if name != "gpipe":  # what the planner reserves for the first stage
+        step = Step(shape, machine, layout, 8, Software())
+        logits = logits_bytes(shape, layout)
+        last = in_flight[-1] * each + logits
+        assert activation_bytes(step) == pytest.approx(max(in_flight[0] * each, last), rel=1e-6)
 
 
 def test_ddp_overlaps_its_reductions():
