@@ -16,7 +16,7 @@ def plan_figure(plan: Plan, top: int = 6):
     from matplotlib.figure import Figure
 
     layouts = plan.layouts[:top]
-    figure = Figure(figsize=(11, 1.2 + 0.45 * len(layouts)), layout="constrained")
+    figure = Figure(figsize=(11, 2 + 0.45 * len(layouts)), layout="constrained")
     memory, time = figure.subplots(1, 2, sharey=True)
     names = [str(e.layout).replace(" x ", " ") for e in layouts]
     _bars(memory, names, [[e.bytes[k] / 1e9 for k in KINDS] for e in layouts], KINDS)
@@ -24,6 +24,7 @@ def plan_figure(plan: Plan, top: int = 6):
     memory.set_xlabel("memory per GPU (GB); dashed: usable")
     _bars(time, names, [[e.seconds[p] for p in PARTS] for e in layouts], PARTS)
     time.set_xlabel("time per step (s)")
+    memory.invert_yaxis()  # the best on top; both axes share their rows
     figure.suptitle(f"{plan.shape} on {plan.cluster.gpus} x {plan.cluster.accelerator.name}")
     return figure
 
@@ -35,8 +36,7 @@ def _bars(axis, names, rows, labels):
         if any(values):
             axis.barh(names, values, left=left, label=label.replace("_", " "))
         left = [a + b for a, b in zip(left, values, strict=True)]
-    axis.invert_yaxis()
-    axis.legend(fontsize="small")
+    axis.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
 
 
 def timeline_figure(run: Simulation, ranks: int = 8):
