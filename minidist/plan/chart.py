@@ -36,7 +36,7 @@ def _bars(axis, names, rows, labels):
         if any(values):
             axis.barh(names, values, left=left, label=label.replace("_", " "))
         left = [a + b for a, b in zip(left, values, strict=True)]
-    axis.legend(fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+    axis.legend(fontsize="x-small", loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
 
 
 def timeline_figure(run: Simulation, ranks: int = 8):
