@@ -189,13 +189,14 @@ class FSDP(ShardedModule):
         return output
 
     def _begin_forward(self, unit: Unit) -> Use:
-        recomputing = _in_backward()
+        task = _backward_task()
+        recomputing = task != -1
         if not self._running and not recomputing:
             self._begin_outermost(unit)
         use = Use(unit, next(self._clock), recomputing)
         self._running.append(use)
         if recomputing:
-            self._free_recomputed(unit)
+            self._free_recomputed(unit, task)
             self._make_ready(unit, None)
         else:
             self._starts.append(unit)
@@ -263,8 +264,12 @@ class FSDP(ShardedModule):
             unit.free()
         self._ahead.clear()
 
-    def _free_recomputed(self, unit: Unit) -> None:
-        """A checkpoint around many units recomputes all before the first backward: keep one."""
+    def _free_recomputed(self, unit: Unit, task: int) -> None:
+        """Before more is recomputed: backwards inside this one, of reentrant checkpoints, are over.
+        And a checkpoint around many units recomputes all before the first backward: keep one."""
+        with torch.no_grad():
+            for over in [u for u in self._opened if u.task > task]:
+                self._end_backward(over)
         if self._recomputed not in (None, unit):
             self._recomputed.free()
         self._recomputed = None
@@ -285,10 +290,10 @@ class FSDP(ShardedModule):
             return
         self._queue_end()
         with torch.no_grad():
-            for later in [u for u in self._opened if u.start > use.end]:
-                self._end_backward(later)
+            for over in [u for u in self._opened if u.is_over(use)]:
+                self._end_backward(over)
             use.check()
-            use.open = True
+            use.open, use.task = True, _backward_task()
             self._opened.append(use)
             self._make_ready(use.unit, self._backward_hint.after(use.unit, self.prefetch))
             use.unit.enter()
@@ -410,10 +415,13 @@ class FSDP(ShardedModule):
         finally:
             self._sync = before
 
+    def recover(self) -> None:
+        if self._end_queued and _backward_task() == -1:
+            self._abandon_backward()
+
     @property
     def busy(self) -> bool:
-        if self._end_queued and not _in_backward():
-            self._abandon_backward()
+        self.recover()
         return bool(self._running or self._opened)
 
     def __deepcopy__(self, memo):
@@ -438,5 +446,6 @@ class FSDP(ShardedModule):
         return twin
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def _backward_task() -> int:
+    """The number of the backward that autograd is running here; -1 for none."""
+    return torch._C._current_graph_task_id()

@@ -33,6 +33,10 @@ class ShardedModule(nn.Module):
         """Whether a forward or backward is under way."""
         raise NotImplementedError
 
+    def recover(self) -> None:
+        """If the last backward ended with an error, put back what it left half done."""
+        raise NotImplementedError
+
     # --- whole parameters and gradients -----------------------------------------------------------
 
     @contextmanager
@@ -175,6 +179,7 @@ class ShardedModule(nn.Module):
 
     def named_modules(self, memo=None, prefix: str = "", remove_duplicate: bool = True):
         """Those of the wrapped module: names stay the original ones, here and in outer modules."""
+        self.recover()  # names and parameters are the pieces', whatever happened
         return self.module.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *args, **kwargs):

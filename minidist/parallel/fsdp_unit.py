@@ -100,7 +100,21 @@ class Use:
         self.unit, self.start, self.end = unit, start, start
         self.recomputing = recomputing  # activation checkpointing, inside a backward
         self.open = False  # its backward has begun and not ended
+        self.task = -1  # autograd's number of that backward; those inside it have higher ones
         self.versions = [[piece._version for piece in flat.pieces] for flat in unit.flats]
+
+    def is_over(self, other: Use) -> bool:
+        """Whether nothing of this use is left to go backward when the backward of `other` begins.
+
+        Autograd goes strictly backwards in time, so what ran after `other` is over. A recomputed
+        use ran late, in place of a forward long ago: of those all are over but what it is nested in
+        and what is nested in it.
+        """
+        if self.start > other.end:
+            return True
+        nested = other.unit in self.unit.inner or self.unit in other.unit.inner
+        recomputed = self.recomputing or other.recomputing
+        return recomputed and (self.unit is other.unit or not nested)
 
     def check(self) -> None:
         """Backward has to see the values that forward saw."""
