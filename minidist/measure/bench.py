@@ -94,7 +94,8 @@ def run(
     if dist.is_torchelastic_launched():
         with init():
             return compete(make, rounds, steps, trace)
-    with Ranks(world, timeout=timeout) as ranks:
+    # What peers print (deprecations, banners) is not shown; a failure is told by RankFailure.
+    with Ranks(world, timeout=timeout, on_output=lambda rank, stream, line: None) as ranks:
         return ranks.run(compete, make, rounds, steps, trace)[0]
 
 

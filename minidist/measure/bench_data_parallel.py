@@ -7,7 +7,6 @@ that communication is a fifth of the step, as it is in practice on a fast networ
 from __future__ import annotations
 
 import os
-import warnings
 
 import torch
 from torch import Tensor, nn
@@ -193,15 +192,13 @@ class Job:
             from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
             strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = FullyShardedDataParallel(
-                    self.model(),
-                    sharding_strategy=strategy,
-                    auto_wrap_policy=ModuleWrapPolicy(set(UNITS)),
-                    use_orig_params=True,
-                    device_id=self.device,
-                )
+            model = FullyShardedDataParallel(
+                self.model(),
+                sharding_strategy=strategy,
+                auto_wrap_policy=ModuleWrapPolicy(set(UNITS)),
+                use_orig_params=True,
+                device_id=self.device,
+            )
             return self.training(model, torch.optim.AdamW(model.parameters(), **ADAMW))
 
         def second():
@@ -240,7 +237,13 @@ class Job:
                 dist_init_required=False,
                 config={
                     "train_micro_batch_size_per_gpu": BATCH,
-                    "zero_optimization": {"stage": stage, "overlap_comm": True},
+                    # Its default buckets are 2 GB each, whatever the model.
+                    "zero_optimization": {
+                        "stage": stage,
+                        "overlap_comm": True,
+                        "reduce_bucket_size": 8 << 20,
+                        "allgather_bucket_size": 8 << 20,
+                    },
                     "zero_allow_untested_optimizer": True,
                     "zero_force_ds_cpu_optimizer": False,
                     "steps_per_print": 10**9,
