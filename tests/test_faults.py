@@ -105,6 +105,25 @@ def test_causes_of_an_exception_are_kept():
     assert str(error).index("RuntimeError") < str(error).index("Traceback", 200)
 
 
+def test_a_network_error_of_the_user_is_no_echo():
+    def work():
+        if dist.get_rank() == 1:
+            raise ConnectionRefusedError(111, "Connection refused")
+        dist.barrier()
+
+    error = fails(work, 2, within=1)
+    assert error.states[1] == "raised ConnectionRefusedError: [Errno 111] Connection refused"
+
+
+def test_endless_recursion_is_told_shortly():
+    def work():
+        work()
+
+    error = fails(work, 1, within=2)
+    assert "RecursionError" in str(error) and "more calls" in str(error)
+    assert len(str(error).splitlines()) < 100
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -53,6 +53,16 @@ def test_first_difference():
     assert watchdog.first_difference(uneven) == ""
 
 
+def test_an_interrupt_after_the_death_of_a_rank_tells_both():
+    gone = failure.died(7, -9, [], "", None)
+    told = failure.late(failure.INTERRUPTED, {1: gone}, {0: snap()}, {}, {0}, 2)
+    assert isinstance(told, KeyboardInterrupt) and not isinstance(told, Exception)
+    assert told.states == {
+        0: "finished",
+        1: "was killed by SIGKILL from outside (process 7; was memory short?)",
+    }
+
+
 def test_a_deadlock_needs_all_ranks_to_stand_still():
     waits = [("x/distributed_c10d.py", 1, "barrier", "")]
 

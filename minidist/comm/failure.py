@@ -22,6 +22,7 @@ _MISMATCH = re.compile(
     r"OpType=(\w+)(?:, TensorShape=\[([^]]*)\], TensorDtypes=(\w+))?"
 )
 _LAST_WORDS = 15  # lines on stderr before the end of a rank that are shown
+_MOST_FRAMES = 20  # of each end of a very deep stack
 INTERRUPTED = "interrupted"
 
 
@@ -74,10 +75,15 @@ def failed(
 
 
 def late(
-    headline: str, snaps: dict[int, dict], silent: dict[int, str], waiting: set[int], n: int
+    headline: str,
+    errors: dict[int, dict],
+    snaps: dict[int, dict],
+    silent: dict[int, str],
+    waiting: set[int],
+    n: int,
 ) -> RankFailure | RanksInterrupted:
-    """Nobody failed, but not all came back: too late, a deadlock, or an interrupt."""
-    said = states({}, snaps, silent, n)
+    """Not all came back: too late, a deadlock, or an interrupt (then there may be errors too)."""
+    said = states(errors, snaps, silent, n)
     first = _missing(snaps, waiting, n)
     stack = format_frames(snaps[first]["frames"]) if first in snaps else said[first]
     lines = [headline, *(f"rank {rank}: {words}" for rank, words in said.items())]
@@ -237,6 +243,10 @@ def is_library(file: str) -> bool:
 def format_frames(frames: list[Frame], shorten: bool = False) -> str:
     """Frames as Python prints them; `shorten` leaves out the inside of libraries."""
     lines, hidden = [], 0
+    if shorten and len(frames) > 2 * _MOST_FRAMES:  # endless recursion
+        left_out = f"  ... {len(frames) - 2 * _MOST_FRAMES} more calls"
+        ends = frames[:_MOST_FRAMES], frames[-_MOST_FRAMES:]
+        return f"\n{left_out}\n".join(format_frames(end, shorten) for end in ends)
     shorten = shorten and any(not is_library(f[0]) for f in frames)
     for i, frame in enumerate(frames):
         if shorten and is_library(frame[0]) and i < len(frames) - 1:

@@ -255,7 +255,7 @@ class Ranks:
         silent = self._silent(call.errors.keys() | snaps.keys())
         if call.errors and headline != failure.INTERRUPTED:
             raise failure.failed(call.errors, snaps, silent, self.n)
-        raise failure.late(headline, snaps, silent, call.waiting, self.n)
+        raise failure.late(headline, call.errors, snaps, silent, call.waiting, self.n)
 
     def _news(self, ranks: Iterable[int], seconds: float, emit: Output) -> list[tuple]:
         """Pass on output for at most `seconds`, until there is news: (rank, kind, content), where

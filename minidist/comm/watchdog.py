@@ -22,15 +22,19 @@ _IDLE_SECONDS = 0.005  # processor time that a waiting rank may use between two 
 _RECORDS = 64  # of the ledger, in a snapshot
 
 _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
-# Where a rank waits for others: the name of the function in these files says in what.
+# Where a rank waits for others: in functions of these files whose names begin so.
 _WAITING_IN = ("distributed_c10d.py", os.path.join(_COMM, "collectives.py"))
+_WAITS = (
+    "all_", "barrier", "batch_", "broadcast", "destroy_", "gather", "init_", "irecv", "isend",
+    "monitored_", "new_", "recv", "reduce", "scatter", "send", "split_", "wait",
+)  # fmt: skip
 # What calls the user's code on a rank: functions, and cells of a notebook.
 _CALLERS = (
     os.path.join(_COMM, "worker.py"),
     os.path.join(os.path.dirname(_COMM[:-1]), "learn", "cell.py"),
 )
-_NOT_WAITING = ("get_", "is_", "_", "rank", "world_size")
-# What an error says on a rank whose peer has gone or never came.
+# What an error says on a rank whose peer has gone or never came, and who must be saying it: the
+# user's own network errors are no echo of another rank.
 _CONSEQUENCES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -42,6 +46,8 @@ _CONSEQUENCES = (
     "remote process exited",
     "failed to pass monitoredBarrier",  # torch's check of collectives, when a rank has gone
 )
+
+_SPEAKERS = ("gloo", "NCCL", "TCPStore", "torch.distributed.Dist", "monitoredBarrier")
 
 Frame = tuple[str, int, str, str]  # file, line, function, source line ("" where not known here)
 
@@ -129,8 +135,12 @@ def describe(error: BaseException) -> dict:
         "text": chain[0]["text"],
         "chain": chain,
         # The rank that lost its peer is not the one to look at.
-        "consequence": any(mark in c["text"] for c in chain for mark in _CONSEQUENCES),
+        "consequence": any(_is_consequence(link["text"]) for link in chain),
     }
+
+
+def _is_consequence(text: str) -> bool:
+    return any(mark in text for mark in _CONSEQUENCES) and any(who in text for who in _SPEAKERS)
 
 
 def own(frames: list[Frame]) -> list[Frame]:
@@ -145,7 +155,7 @@ def own(frames: list[Frame]) -> list[Frame]:
 def waiting_in(frames: list[Frame]) -> str | None:
     """The call in which a rank waits for others, by the name the user called; or None."""
     for file, _, function, _ in frames:
-        if file.endswith(_WAITING_IN) and not function.startswith(_NOT_WAITING):
+        if file.endswith(_WAITING_IN) and function.startswith(_WAITS):
             return function
     # `work.wait()` of torch has no Python frame: only the line of the caller tells.
     return "wait" if frames and ".wait(" in source(frames[-1]) else None
@@ -153,6 +163,7 @@ def waiting_in(frames: list[Frame]) -> str | None:
 
 def source(frame: Frame) -> str:
     """The frame's source line."""
+    linecache.checkcache(frame[0])  # the file may have changed since this program read it
     return (frame[3] or linecache.getline(frame[0], frame[1])).strip()
 
 
