@@ -40,6 +40,8 @@ _PUBLIC = {
     "parallelize": "parallel.combine",
     # around
     "plan": "plan",
+    "save": "train.checkpoint",
+    "load": "train.checkpoint",
     "DistributedSampler": "train.data",
     "scale_lr": "train.optim",
     "Warmup": "train.optim",
