@@ -1,12 +1,12 @@
-"""dp x pp x tp against one process: losses, gradients' norm, weights, state under original names."""
+"""dp x pp x tp against one process: losses, norms, weights, state under original names."""
 
 import pytest
 
 TOLERANCE = 1e-10  # float64; sums over ranks run in another order than in one process
 
 LAYOUTS = [  # (dp, pp, tp)
-    (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (3, 1, 1), (1, 1, 4),
-    (1, 4, 1),
+    (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (3, 1, 1),
+    (1, 1, 4), (1, 4, 1),
 ]  # fmt: skip
 
 

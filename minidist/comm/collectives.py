@@ -3,8 +3,8 @@
 On NCCL they are the native calls. On gloo (CPU) two of them are our own, because the native ones
 are slow or costly there (measured on torch 2.13): `reduce_scatter` really moves all-reduce traffic,
 2(N-1)/N of the buffer instead of (N-1)/N, and `all_gather` copies through extra buffers. Sending
-each chunk straight to its owner is 2-8 times faster. Both are here as `_DirectReduceScatter` and
-`_DirectAllGather`; chapter 0 builds the same thing from send and receive.
+each chunk straight to its owner, in `direct.py`, is 2-8 times faster; chapter 0 builds the same
+thing from send and receive.
 
 What gloo does wrongly without an error is caught here: strided tensors are made contiguous and
 copied back, complex tensors travel as pairs of reals, sizes that cannot match raise before anything
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.comm import ledger
+from minidist.comm.direct import DirectReduceScatter, direct_all_gather
 from minidist.comm.mesh import resolve_group
 
 _OPS = {
@@ -33,20 +34,9 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
     "product": dist.ReduceOp.PRODUCT,
 }
-_COMBINE = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "product": torch.mul,
-}
 # torch 2.13 renamed the flat forms and warns about the old names.
 _native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _native_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-# gloo matches messages by (peer, tag) in the order they were posted: our own exchanges keep tags of
-# their own (odd and even numbers from here on), or a pipeline's activation could be taken for a
-# chunk of a gradient.
-_TAG_REDUCE_SCATTER, _TAG_ALL_GATHER = 0x7F000001, 0x7F000002
 
 
 class Work:
@@ -143,7 +133,7 @@ def reduce_scatter(
         return _finished(shard, record, async_op)
     _agree(pg, record)
     if _is_direct(pg, full):
-        exchange = _DirectReduceScatter(shard, full, op, pg, scratch, tag)
+        exchange = DirectReduceScatter(shard, full, op, pg, scratch, tag)
         work = Work(shard, record, exchange.pending, exchange.finish)
     else:
         whole, part = (torch.view_as_real(t) if t.is_complex() else t for t in (full, shard))
@@ -180,7 +170,7 @@ def all_gather(
         return _finished(full, record, async_op)
     _agree(pg, record)
     if _is_direct(pg, full):
-        work = Work(full, record, _direct_all_gather(full, shard, pg, tag))
+        work = Work(full, record, direct_all_gather(full, shard, pg, tag))
     else:
         whole, part = (torch.view_as_real(t) if t.is_complex() else t for t in (full, shard))
         work = Work(full, record, [_native_all_gather(whole, part, group=pg, async_op=True)])
@@ -294,61 +284,6 @@ def all_gather_object(obj: Any, group=None, *, by: str = "") -> list[Any]:
             dist.all_gather_object(result, obj, group=pg)
     ledger.close_record(record, started)
     return result
-
-
-# --- our own exchanges on gloo ----------------------------------------------------------------
-
-
-class _DirectReduceScatter:
-    """Every rank sends chunk j of its buffer to rank j, and adds up the N chunks it owns."""
-
-    def __init__(self, shard: Tensor, full: Tensor, op: str, pg, scratch: Tensor | None, tag: int):
-        n, me = pg.size(), pg.rank()
-        chunks = full.view(n, -1)
-        if scratch is None:
-            scratch = full.new_empty((n - 1) * shard.numel())
-        received = scratch.view(n - 1, -1)
-        self.op, self.n, self.me, self.shard = op, n, me, shard
-        self.parts = [chunks[me]] * n  # contribution of each rank to my chunk, in rank order
-        self.pending = []
-        tag = _TAG_REDUCE_SCATTER + 2 * tag
-        for step in range(1, n):
-            # Start with the next rank and go round, or everybody would talk to rank 0 first.
-            src, dst = (me - step) % n, (me + step) % n
-            self.parts[src] = received[step - 1]
-            self.pending.append(_irecv(received[step - 1], src, pg, tag))
-            self.pending.append(_isend(chunks[dst], dst, pg, tag))
-
-    def finish(self) -> None:
-        combine, total = _COMBINE[self.op], self.parts[0]
-        for r in range(1, self.n):
-            # The sum so far lives in a received chunk: `full` stays as it was until the last
-            # addition.
-            out = self.shard if r == self.n - 1 else (total if r == self.me else self.parts[r])
-            total = combine(total, self.parts[r], out=out)
-        if self.op == "mean":
-            self.shard.div_(self.n)
-
-
-def _direct_all_gather(full: Tensor, shard: Tensor, pg, tag: int) -> list[Any]:
-    n, me = pg.size(), pg.rank()
-    tag = _TAG_ALL_GATHER + 2 * tag
-    places, pending = full.view(n, -1), []
-    for step in range(1, n):
-        src, dst = (me - step) % n, (me + step) % n
-        pending.append(_irecv(places[src], src, pg, tag))
-        pending.append(_isend(shard, dst, pg, tag))
-    if shard.data_ptr() != places[me].data_ptr():
-        places[me].copy_(shard)
-    return pending
-
-
-def _isend(tensor: Tensor, dst: int, pg, tag: int):
-    return pg.send([tensor], dst, tag)
-
-
-def _irecv(tensor: Tensor, src: int, pg, tag: int):
-    return pg.recv([tensor], src, tag)
 
 
 # --- small helpers ----------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def parallelize(
     tp > 1 the model must be the built-in GPT, whose logits are cut by vocabulary, and its own loss
     is used.
 
-        parallel = md.parallelize(model, md.build_mesh(dp=2, pp=2, tp=2), dp="zero1", microbatches=4)
+        parallel = md.parallelize(model, md.build_mesh(dp=2, pp=2, tp=2), dp="zero1")
         optimizer = parallel.optimizer(torch.optim.AdamW, lr=1e-3)
         loss = parallel.step(inputs, targets)      # this dp rank's rows; forward and backward
         parallel.clip_grad_norm_(1.0)
@@ -100,7 +100,7 @@ class Parallel(nn.Module):
         )
         if tied and self.sizes["pp"] > 1 and dp in ("fsdp", "zero3"):
             raise ValueError(
-                "tied parameters on two pipeline stages cannot be sharded by FSDP: the two stages would "
+                "tied parameters on two pipeline stages cannot be sharded by FSDP: the stages would "
                 "cut them differently. Use dp='ddp', 'zero1' or 'zero2', or untie them"
             )
         self.loss_fn = loss_fn or _cross_entropy
@@ -116,8 +116,8 @@ class Parallel(nn.Module):
             plan = build_schedule(schedule, self.sizes["pp"], microbatches, chunks)
             if plan.splits_backward and dp in ("fsdp", "zero3"):
                 raise ValueError(
-                    f"schedule {schedule!r} computes weight gradients after the backward in which FSDP "
-                    "reduces and frees them: use it with dp='ddp', 'zero1' or 'zero2'"
+                    f"schedule {schedule!r} computes weight gradients after the backward in which "
+                    "FSDP reduces and frees them: use it with dp='ddp', 'zero1' or 'zero2'"
                 )
             parts, rank = split(model, self.sizes["pp"], plan.chunks), coll.rank(mesh["pp"])
             stages = [parts[plan.stage(rank, chunk)] for chunk in range(plan.chunks)]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from minidist.comm import collectives as coll
 
 if TYPE_CHECKING:
-    from minidist.parallel.zero import Bucket, ZeroOptimizer
+    from minidist.parallel.zero import ZeroOptimizer
+    from minidist.parallel.zero_bucket import Bucket
 
 
 def full(zero: ZeroOptimizer) -> dict[str, Any]:
