@@ -100,7 +100,7 @@ class Parallel(nn.Module):
         )
         if tied and self.sizes["pp"] > 1 and dp in ("fsdp", "zero3"):
             raise ValueError(
-                "tied parameters on two pipeline stages cannot be sharded by FSDP: the stages would "
+                "tied parameters on two pipeline stages cannot be sharded by FSDP: stages would "
                 "cut them differently. Use dp='ddp', 'zero1' or 'zero2', or untie them"
             )
         self.loss_fn = loss_fn or _cross_entropy
