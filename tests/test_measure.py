@@ -413,6 +413,22 @@ def test_gradients_are_still_stolen_not_copied():
     assert m.memory.current["gradients"] == 4000
 
 
+def test_observing_comes_after_the_hooks_of_a_strategy():
+    """A strategy moves the gradient into its bucket: the bucket is the gradient, not both."""
+    weight, bucket = nn.Parameter(torch.ones(1000)), torch.zeros(1000)
+    with md.measure() as m:
+        with torch.no_grad():
+            weight.mul_(2)  # seen before the strategy comes
+
+        def move(parameter):
+            bucket.copy_(parameter.grad)
+            parameter.grad = bucket
+
+        weight.register_post_accumulate_grad_hook(move)
+        (weight * 2).sum().backward()
+    assert m.memory.peak["gradients"] == m.memory.current["gradients"] == bucket.nbytes
+
+
 def test_measurements_can_be_nested():
     with md.measure() as outer:
         a = torch.zeros(100)

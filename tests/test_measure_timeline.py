@@ -100,6 +100,22 @@ def test_siblings_with_one_input_do_not_overlap(tmp_path):
     assert {f"{n} backward" for n in ("QKV", "q", "k", "v")} <= set(names)
 
 
+def test_a_module_with_two_outputs_has_one_backward():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.inner(x)
+            return {"a": y * 2, "b": [y + 1]}
+
+    with md.measure() as m:
+        out = Two()(torch.randn(2, 4))
+        (out["a"].sum() + out["b"][0].sum()).backward()
+    assert [s.name for s in m.timeline.spans].count("Two backward") == 1
+
+
 def test_checkpointed_modules_show_the_second_forward(tmp_path):
     block = Block()
     with md.measure() as m:
