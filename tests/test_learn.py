@@ -10,12 +10,14 @@ import time
 import types
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import nbformat
 import pytest
 from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 
+import minidist
 from minidist.learn import figures, lang, ship, style
 
 SOON = 4.0  # "within a second", on a machine that is busy with other tests
@@ -244,6 +246,19 @@ def test_an_error_names_the_line_of_a_function_of_the_notebook(kernel):
     count = len(kernel.notebook.cells)
     ran = kernel.run("%%ranks 2\ndivide(1)")
     assert f'File "<cell In[{count}]>", line 3, in divide\n    return a / b' in ran.error
+
+
+@pytest.mark.parametrize(
+    ("source", "file"),
+    [
+        ("torch.nn.Linear(3, 2)(torch.ones(4))", "torch/nn/modules/linear.py"),
+        ("import minidist as md\nmd.GPTConfig(layers=0)", "minidist/train/model.py"),
+    ],
+)
+def test_an_error_in_a_library_does_not_depend_on_where_it_is_installed(kernel, source, file):
+    ran = kernel.run(f"%%ranks 2\n{source}")
+    assert f'File "{file}", line' in ran.error
+    assert str(Path(minidist.__file__).parents[1]) not in ran.error
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ import re
 import shlex
 import threading
 import traceback
+from pathlib import Path
 
 from minidist.comm.launch import RankFailure, Ranks, RanksInterrupted
 from minidist.learn import cell as rank_side
@@ -44,6 +45,10 @@ _RANKS_ENDED = (
 # torch's own log lines: what they say is in the error, and their times differ on every run.
 _TORCH_LOG = re.compile(r"\[rank\d+\]:\[[A-Z]\d+ .*ProcessGroup")
 _NOTEBOOK_FILE = re.compile(r"[^\s\"']*ipykernel_\d+[/\\]\d+\.py")
+# Where a library is installed says nothing, and a saved notebook would differ by machine.
+_INSTALLED_IN = re.compile(
+    rf'(?<=File ")([^"\n]*[/\\]site-packages[/\\]|{re.escape(str(Path(__file__).parents[2]))}[/\\])'
+)
 
 
 class RanksMagic:
@@ -118,6 +123,7 @@ class RanksMagic:
 
     def _explained(self, failure, refused: dict[str, str]) -> RankFailure | RanksInterrupted:
         story = _NOTEBOOK_FILE.sub(self._cell_of, str(failure))
+        story = _INSTALLED_IN.sub("", story)
         lines = [story]
         for name, reason in refused.items():
             if f"name '{name}' is not defined" in story:
