@@ -4,6 +4,7 @@ Tolerance 1e-10 relative: float64 noise here is about 1e-15, and the smallest bu
 for (one micro-batch with the wrong weight) changes losses and gradients by more than 1e-2.
 """
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import minidist as md
 from minidist.comm import collectives as coll
 from minidist.comm.launch import RankFailure
+from minidist.parallel import weightgrad
 from minidist.parallel.pipeline import Pipeline, layer_costs, split
 from minidist.parallel.split import _balance
 from minidist.train.model import GPTConfig, build_gpt, loss_fn
@@ -668,11 +670,12 @@ def test_weight_gradients_wait_for_their_turn(run_ranks, name):
         backward, weights = pipe._backward, pipe._weights
 
         def spy(action, original):
-            grads = [None if p.grad is None else p.grad.clone() for p in pipe.parameters()]
+            matrices = [p for p in pipe.parameters() if p.dim() == 2]
+            grads = [None if p.grad is None else p.grad.clone() for p in matrices]
             original(action)
             changed = any(
                 (a is None) != (b.grad is None) or (a is not None and not torch.equal(a, b.grad))
-                for a, b in zip(grads, pipe.parameters(), strict=True)
+                for a, b in zip(grads, matrices, strict=True)
             )
             seen.append((action.kind, changed))
 
@@ -684,6 +687,16 @@ def test_weight_gradients_wait_for_their_turn(run_ranks, name):
         assert set(seen) == {("I", False), ("W", True)}
 
     run_ranks(job, 2)
+
+
+@contextlib.contextmanager
+def every_weight_in_place():
+    """Small weights too, whose gradients normally go through autograd."""
+    before, weightgrad._LARGE = weightgrad._LARGE, 0
+    try:
+        yield
+    finally:
+        weightgrad._LARGE = before
 
 
 class Odd(nn.Module):
@@ -731,7 +744,8 @@ def test_any_module_also_checkpointed(run_ranks, name, chunks, how):
         for _ in range(2):
             loss = F.mse_loss(reference(x), target)
             loss.backward()
-            mine = pipe.step(x.detach().requires_grad_(x.requires_grad), target)
+            with every_weight_in_place():
+                mine = pipe.step(x.detach().requires_grad_(x.requires_grad), target)
         named = dict(reference.named_parameters())
         for key, parameter in pipe.named_parameters():
             if parameter.requires_grad:
@@ -740,6 +754,69 @@ def test_any_module_also_checkpointed(run_ranks, name, chunks, how):
                 assert parameter.grad is None
         if pipe.is_last:
             close(mine, loss.detach(), "loss")
+
+    run_ranks(job, 2)
+
+
+class Force(nn.Module):
+    """Differentiates in its forward, and again in backward: the gradient of an energy."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = x.abs().mean() * 0 + 1
+        if not x.requires_grad:
+            x = x.detach().requires_grad_()
+        (first,) = torch.autograd.grad(self.energy(x).sum(), x)
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return x - scale * force + first
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1"])
+def test_modules_that_differentiate_themselves(run_ranks, name):
+    def job():
+        torch.manual_seed(0)
+        model = nn.Sequential(Force(), Force()).double()
+        reference = copy.deepcopy(model)
+        pipe = Pipeline(split(model, 2), schedule=name, microbatches=3, loss_fn=F.mse_loss)
+        x, y = torch.randn(2, 6, 4, dtype=torch.float64).unbind()
+        for _ in range(2):
+            loss = F.mse_loss(reference(x), y)
+            loss.backward()
+            with every_weight_in_place():
+                mine = pipe.step(x, y)
+        check_against(reference, pipe, loss, mine)
+
+    run_ranks(job, 2)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_gradients_in_place_and_hooks(run_ranks, name):
+    """The second micro-batch adds into the `.grad` of the first, unless hooks have to see it."""
+
+    def job():
+        model, reference = linears(4), linears(4)
+        x, y = torch.randn(2, 8, 4, dtype=torch.float64).unbind()
+        F.mse_loss(reference(x), y).backward()
+        pipe = Pipeline(split(model, 2), schedule=name, microbatches=4, loss_fn=F.mse_loss)
+        plain, hooked = [p for p in pipe.parameters() if p.dim() == 2]
+        calls = []
+        hooked.register_post_accumulate_grad_hook(lambda p: calls.append(p))
+        with every_weight_in_place():
+            pipe.step(x, y)
+        assert len(calls) == 4
+        named = dict(reference.named_parameters())
+        for key, parameter in pipe.named_parameters():
+            close(parameter.grad, named[key].grad, key)
+        # A hook that changes the gradient is used as well.
+        plain.register_hook(lambda grad: grad * 3)
+        before = plain.grad.clone()
+        with every_weight_in_place():
+            pipe.step(x, y)
+        close(plain.grad, before * 4)
 
     run_ranks(job, 2)
 

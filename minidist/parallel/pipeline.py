@@ -41,7 +41,7 @@ from minidist.parallel.schedules import Action, Schedule
 from minidist.parallel.schedules import schedule as build_schedule
 from minidist.parallel.split import Stage, layer_costs, split
 from minidist.parallel.tied import Tied
-from minidist.parallel.weightgrad import accumulate, deferred
+from minidist.parallel.weightgrad import LinearGradients
 
 __all__ = ["Pipeline", "Stage", "layer_costs", "split"]
 
@@ -110,7 +110,7 @@ class Pipeline(nn.Module):
         self._norms = [[m for m in c.modules() if isinstance(m, _NormBase)] for c in self.chunks]
         self._programs: dict[tuple[str, int], list] = {}
         self._signature: dict[str, Any] = {}
-        self._held: dict[tuple[int, int], tuple[list, list, list]] = {}
+        self._held: dict[tuple[int, int], tuple[list, list, LinearGradients]] = {}
         shared = dict(tied or {})
         for chunk in self.chunks:
             shared.update(getattr(chunk, "tied", {}))
@@ -188,15 +188,18 @@ class Pipeline(nn.Module):
             value, leaves = self._inputs[microbatch], []
         else:
             value, leaves = self.mailbox.take_activation(microbatch, stage)
-        pending: list = []
-        with span(str(action)), self._reducing(action), self._splitting(pending):
+        weights = LinearGradients(
+            later=self.schedule.splits_backward,
+            in_place=not hasattr(self.chunks[chunk], "no_sync"),  # its hooks may be out of sight
+        )
+        with span(str(action)), self._reducing(action), weights.forward():
             output = self.chunks[chunk](value)
             if last and training:
                 output = self.loss.part(output, microbatch)
         if training:
             # The graph is held by its roots, not by the output: that is free once it is sent.
             roots = [get_gradient_edge(t) for t in flatten(output)[0] if t.requires_grad]
-            self._held[microbatch, chunk] = leaves, roots, pending
+            self._held[microbatch, chunk] = leaves, roots, weights
             self.peak_in_flight = max(self.peak_in_flight, len(self._held))
         if not last:
             self.mailbox.put_activation(microbatch, stage + 1, output)
@@ -204,33 +207,30 @@ class Pipeline(nn.Module):
             self._outputs[microbatch] = output
 
     def _backward(self, action: Action) -> None:
-        """B: all gradients. I: those of the inputs; those of linear weights wait in `pending`."""
+        """B: all gradients. I: those of linear weights have to wait."""
         kind, microbatch, chunk = action
         stage = self.schedule.stage(self.rank, chunk)
         last = stage == self.schedule.virtual_stages - 1
         grads = None if last else self.mailbox.take_gradients(microbatch, stage)
-        leaves, roots, pending = self._held[microbatch, chunk]
-        with span(str(action)), self._reducing(action), self._splitting(pending):
+        leaves, roots, weights = self._held[microbatch, chunk]
+        with span(str(action)), self._reducing(action), weights.backward():
             with _frozen_statistics(self._norms[chunk]):
                 if roots:
                     torch.autograd.backward(roots, grads)
         if kind == "I":
-            self._held[microbatch, chunk] = [], [], pending
+            self._held[microbatch, chunk] = [], [], weights
         else:
             del self._held[microbatch, chunk]
         if stage:
             self.mailbox.put_gradients(microbatch, stage - 1, leaves)
 
     def _weights(self, action: Action) -> None:
-        *_, pending = self._held.pop((action.microbatch, action.chunk))
+        *_, weights = self._held.pop((action.microbatch, action.chunk))
         chunk = self.chunks[action.chunk]
         with span(str(action)), self._reducing(action):
             # Data parallelism expects all gradients of a chunk in one backward, also those done.
             reduces = hasattr(chunk, "no_sync") and action in self._final
-            accumulate(pending, chunk.parameters() if reduces else ())
-
-    def _splitting(self, pending: list):
-        return deferred(pending) if self.schedule.splits_backward else nullcontext()
+            weights.accumulate(chunk.parameters() if reduces else ())
 
     def _reducing(self, action: Action):
         """A data-parallel chunk (one with `no_sync`) reduces once, in its last backward."""
