@@ -43,6 +43,7 @@ from minidist.parallel.fsdp_flat import (
     FlatShard,
     MixedPrecision,
     Replicated,
+    SpareMemory,
     agree_on_use,
     spread,
 )
@@ -110,7 +111,8 @@ class FSDP(ShardedModule):
         self.placement = make_placement(module, strategy, mixed_precision, offload, group)
         plan = Plan(module, units, ignored, FSDP)
         plan.check(self.placement, {"strategy": strategy, "prefetch": prefetch})
-        flats = plan.build(self.placement, init)
+        self._spare = SpareMemory()
+        flats = plan.build(self.placement, self._spare, init)
         ignored_params = {name: plan.params[name] for name in plan.replicated}
         for name, tensor in (*ignored_params.items(), *module.named_buffers()):
             spread(tensor.data, self.placement, f"fsdp {name} start")
@@ -353,6 +355,7 @@ class FSDP(ShardedModule):
                     self._reduce(unit)
             self._settle()
         self._free_ahead()
+        self._spare.clear()
         self._recomputed = None
         for unit in self.units:
             unit.pending = 0
@@ -384,21 +387,20 @@ class FSDP(ShardedModule):
             flat.drop_gradients()
         for unit in self.units:
             unit.pending, unit.waiting = 0, False
+        self._spare.clear()
         self._in_flight, self._keep_graph = None, False
         self._reduced.clear()
 
     def _scratch_for(self, flat: FlatShard) -> Tensor | None:
         """Where the peers' parts arrive: kept, as fresh memory costs page faults every step."""
-        group = self.placement.shard_group
-        need = coll.scratch_numel(flat.grads, group) if group is not None else 0
-        if not need:
-            return None
-        dtype = flat.grads.dtype
-        if dtype not in self._scratch:
-            same = [f.grads for f in self.flats if f.grads.dtype == dtype]
-            most = max(coll.scratch_numel(grads, group) for grads in same)
-            self._scratch[dtype] = tag(flat.grads.new_empty(most), "buffers")
-        return self._scratch[dtype][:need]
+        group, dtype = self.placement.shard_group, flat.reduce_dtype
+        need = 0 if group is None else coll.scratch_numel(flat.full, group)
+        if need and dtype not in self._scratch:
+            same = [f.full for f in self.flats if f.reduce_dtype == dtype]
+            most = max(coll.scratch_numel(full, group) for full in same)
+            buffer = torch.empty(most, dtype=dtype, device=flat.full.device)
+            self._scratch[dtype] = tag(buffer, "buffers")
+        return self._scratch[dtype][:need] if need else None
 
     # --- for the user -----------------------------------------------------------------------------
 
@@ -432,6 +434,7 @@ class FSDP(ShardedModule):
         nn.Module.__init__(twin)
         twin.training, twin.placement = self.training, self.placement
         twin.strategy, twin.prefetch = self.strategy, self.prefetch
+        twin._spare = SpareMemory()
         for unit in self.units:  # functions are copied by reference: they would serve this one
             unit.release()
         try:
@@ -440,7 +443,7 @@ class FSDP(ShardedModule):
             for unit in self.units:
                 self._surround(unit)
                 self._listen(unit)
-        units, flats = copy_units(self.units, self.flats, memo)
+        units, flats = copy_units(self.units, self.flats, memo, twin._spare)
         ignored = zip(self.replicated.names, self.replicated.params, strict=True)
         twin._begin(module, units, flats, {name: memo[id(param)] for name, param in ignored})
         return twin
