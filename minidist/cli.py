@@ -24,7 +24,11 @@ COMMANDS = {
     "simulate": ("minidist.plan.commands", "predict step times; compare with published ones"),
     "bench": ("minidist.measure.commands", "time our strategies beside torch's own"),
     "claims": ("minidist.learn.commands", "measure every statement of the course documents"),
-    "check": ("minidist.learn.commands", "run the checks of the exercises"),
+    "check": ("minidist.learn.exercise_commands", "run the checks of the exercises"),
+    "start-exercises": (
+        "minidist.learn.exercise_commands",
+        "copy the exercises to a folder of your own",
+    ),
     "learn": ("minidist.learn.commands", "open the chapters in JupyterLab"),
     "doctor": ("minidist.comm.commands", "what this machine can run"),
 }
@@ -52,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     module = COMMANDS[name][0]
     try:
-        command = getattr(importlib.import_module(module), name, None)
+        command = getattr(importlib.import_module(module), name.replace("-", "_"), None)
     except ModuleNotFoundError as error:
         if error.name != module and not module.startswith(f"{error.name}."):
             print(f"minidist {name} needs the package {error.name}", file=sys.stderr)

@@ -1,0 +1,106 @@
+"""How verdicts, tasks and progress look in a terminal, in one language or both."""
+
+from __future__ import annotations
+
+import ast
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from minidist.learn import strip
+from minidist.learn.grade import FAILED, NOT_WRITTEN, PASSED, TIMEOUT, Verdict
+from minidist.learn.progress import Progress
+from minidist.learn.strip import Task
+
+_MARKS = {
+    PASSED: ("✓", "green"),
+    FAILED: ("✗", "red"),
+    TIMEOUT: ("⧗", "red"),
+    NOT_WRITTEN: ("·", "dim"),
+    "changed": ("?", "yellow"),
+    "unknown": ("·", "dim"),
+}
+_LEGEND = {
+    "zh": "✓ 通过  ✗ 还不对  ⧗ 没有完成  ? 改过，还没再检查  · 还没有写",
+    "en": "✓ passed  ✗ not yet right  ⧗ did not finish  ? changed since  · not written yet",
+}
+
+
+def both(zh: str, en: str, language: str) -> list[str]:
+    """The texts to show for a choice of zh, en or both."""
+    return {"zh": [zh], "en": [en]}.get(language, [zh, en])
+
+
+def title(task: Task, language: str) -> str:
+    """``2.1 平均梯度 | Average the gradients``."""
+    return f"{task.id} " + " | ".join(both(task.title_zh, task.title_en, language))
+
+
+def show_verdict(console: Console, verdict: Verdict, language: str) -> None:
+    """One line when it is fine, the message with its facts when not."""
+    task = strip.all_tasks()[verdict.exercise]
+    mark, style = _MARKS[verdict.status]
+    line = Text(f"{mark} ", style=style)
+    line.append(title(task, language), style="" if verdict.status == NOT_WRITTEN else "bold")
+    if verdict.status == NOT_WRITTEN:
+        line.append("  " + " | ".join(both("还没有写", "not written yet", language)), style="dim")
+    console.print(line, soft_wrap=True)
+    if verdict.status in (FAILED, TIMEOUT):
+        for text in both(verdict.zh, verdict.en, language):
+            console.print(Text(text), style="yellow", soft_wrap=True)
+        for fact in verdict.facts:
+            console.print(Text("    " + fact), soft_wrap=True)
+    if verdict.printed and verdict.status != NOT_WRITTEN:
+        heading = " | ".join(both("你的代码打印了", "your code printed", language))
+        console.print(Text(f"    {heading}:"), style="dim")
+        for printed in verdict.printed:
+            console.print(Text("    " + printed), style="dim", soft_wrap=True)
+    if verdict.borrowed and verdict.status != NOT_WRITTEN:
+        numbers = ", ".join(verdict.borrowed)
+        zh = f"（{numbers} 你还没有写，这里先用了我们的。）"
+        en = f"(Yours for {numbers} is not written yet: ours stood in.)"
+        console.print(Text("    " + " ".join(both(zh, en, language))), style="dim", soft_wrap=True)
+
+
+def show_task(console: Console, task: Task, language: str) -> None:
+    """The task text."""
+    console.print(Text(f"{title(task, language)}  ({task.minutes} min)"), style="bold")
+    console.print(Text("\n" + task.words(language)), soft_wrap=True)
+
+
+def show_hint(console: Console, task: Task, language: str) -> None:
+    """The second hint."""
+    heading = " | ".join(both("第二个提示", "second hint", language))
+    console.print(Text(f"{title(task, language)} · {heading}\n"), style="bold")
+    console.print(Text(strip.in_language(task.hint, language)), soft_wrap=True)
+
+
+def show_progress(console: Console, progress: Progress, language: str) -> None:
+    """One line per set: what is solved."""
+    table = Table.grid(padding=(0, 2))
+    solved = 0
+    tasks = list(strip.all_tasks().values())
+    for number in sorted({task.id.partition(".")[0] for task in tasks}, key=int):
+        members = [task for task in tasks if task.id.partition(".")[0] == number]
+        marks, passed = Text(), 0
+        for task in members:
+            status = progress.status(task)
+            mark, style = _MARKS.get(status, _MARKS["unknown"])
+            marks.append(mark + " ", style=style)
+            passed += status == PASSED
+        solved += passed
+        name = " | ".join(both(*_set_title(members[0].file), language))
+        table.add_row(f"  {number}", name, marks, f"{passed}/{len(members)}")
+    console.print()
+    console.print(table)
+    console.print(f"  {solved}/{len(tasks)}")
+    for legend in both(*_LEGEND.values(), language):
+        console.print(f"  {legend}", style="dim", soft_wrap=True)
+
+
+def _set_title(file: str) -> tuple[str, str]:
+    text = (strip.solutions_folder() / file).read_text(encoding="utf-8")
+    first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
+    zh, _, en = first.partition(" | ")
+    return zh.partition("：")[2] or zh, en.partition(": ")[2] or en
