@@ -37,19 +37,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minidist.comm import collectives as coll
-from minidist.measure import span, tag
-from minidist.parallel.fsdp_flat import (
-    FlatShard,
-    MixedPrecision,
-    Replicated,
-    SpareMemory,
-    agree_on_use,
-    spread,
-)
+from minidist.measure import span
+from minidist.parallel.fsdp_flat import FlatShard, SpareMemory
 from minidist.parallel.fsdp_init import Plan, check_optimizers, copy_units, make_placement
 from minidist.parallel.fsdp_module import ShardedModule
-from minidist.parallel.fsdp_unit import Hint, Unit, Use, tensors_in
+from minidist.parallel.fsdp_placement import MixedPrecision
+from minidist.parallel.fsdp_unit import Hint, Replicated, Unit, Use, agree_on_use, tensors_in
 
 __all__ = ["FSDP", "MixedPrecision"]
 
@@ -115,7 +108,7 @@ class FSDP(ShardedModule):
         flats = plan.build(self.placement, self._spare, init)
         ignored_params = {name: plan.params[name] for name in plan.replicated}
         for name, tensor in (*ignored_params.items(), *module.named_buffers()):
-            spread(tensor.data, self.placement, f"fsdp {name} start")
+            self.placement.spread(tensor.data, f"fsdp {name} start")
         self._begin(module, plan.units, flats, ignored_params)
         check_optimizers()
 
@@ -134,9 +127,8 @@ class FSDP(ShardedModule):
         self._with_grad = True  # the outermost forward began with gradients enabled
         self._keep_graph = False
         self._end_queued = False
-        self._in_flight: FlatShard | None = None  # being reduced; one at a time, they share scratch
+        self._in_flight: FlatShard | None = None  # being reduced; one at a time shares memory
         self._reduced: set[FlatShard] = set()  # in this backward
-        self._scratch: dict[torch.dtype, Tensor] = {}
         self.replicated = Replicated(ignored, self.placement, self._queue_end)
         for unit in units:
             self._surround(unit)
@@ -330,7 +322,7 @@ class FSDP(ShardedModule):
             if flat.trainable:
                 if self._in_flight is not None:
                     self._in_flight.finish_reduce()
-                flat.begin_reduce(self._scratch_for(flat))
+                flat.begin_reduce()
                 self._in_flight = flat
                 self._reduced.add(flat)
 
@@ -355,7 +347,7 @@ class FSDP(ShardedModule):
                     self._reduce(unit)
             self._settle()
         self._free_ahead()
-        self._spare.clear()
+        self._spare.end_of_backward()
         self._recomputed = None
         for unit in self.units:
             unit.pending = 0
@@ -387,20 +379,9 @@ class FSDP(ShardedModule):
             flat.drop_gradients()
         for unit in self.units:
             unit.pending, unit.waiting = 0, False
-        self._spare.clear()
+        self._spare.end_of_backward()
         self._in_flight, self._keep_graph = None, False
         self._reduced.clear()
-
-    def _scratch_for(self, flat: FlatShard) -> Tensor | None:
-        """Where the peers' parts arrive: kept, as fresh memory costs page faults every step."""
-        group, dtype = self.placement.shard_group, flat.reduce_dtype
-        need = 0 if group is None else coll.scratch_numel(flat.full, group)
-        if need and dtype not in self._scratch:
-            same = [f.full for f in self.flats if f.reduce_dtype == dtype]
-            most = max(coll.scratch_numel(full, group) for full in same)
-            buffer = torch.empty(most, dtype=dtype, device=flat.full.device)
-            self._scratch[dtype] = tag(buffer, "buffers")
-        return self._scratch[dtype][:need] if need else None
 
     # --- for the user -----------------------------------------------------------------------------
 

@@ -18,72 +18,55 @@ Chapter 5; document 4.3 and 5.2; Zhao et al. 2023, "PyTorch FSDP", section 3.2.1
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from minidist.comm import collectives as coll
 from minidist.measure import tag
 from minidist.measure.registry import gradient_hooks
 from minidist.parallel.flat import FlatLayout
+from minidist.parallel.fsdp_placement import Placement
 
 _WHOLE, _FREED = 0, 1  # version counters of a full buffer
 
 
-@dataclass(frozen=True)
-class MixedPrecision:
-    """Gather and compute in `param_dtype`, reduce gradients in `reduce_dtype` (None: the same).
+class SpareMemory:
+    """Memory that the units of one model use in turn.
 
-    The shard is the master and stays in 32 bits (16-bit parameters become 32-bit there): small
-    updates are not lost, and gradients add up over micro-steps in 32 bits.
+    Fresh memory costs a page fault per 4 KiB: for all gradients of a backward a tenth of its time.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    def __init__(self) -> None:
+        self.grads: dict[torch.dtype, Tensor] = {}  # free during a backward, at most one per dtype
+        self.received: dict[torch.dtype, Tensor] = {}  # kept: where peers' gradients arrive
 
-    def dtypes(self, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """(master, compute, reduce) dtypes of a parameter of `dtype`."""
-        if not dtype.is_floating_point:  # complex numbers and integers stay as they are
-            return dtype, dtype, dtype
-        compute = self.param_dtype or dtype
-        changed = self.param_dtype is not None or self.reduce_dtype is not None
-        master = torch.promote_types(dtype, torch.float32) if changed else dtype
-        return master, compute, self.reduce_dtype or compute
+    def take_grads(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """For whole gradients: one unit's travel while the next one's come, so two buffers turn."""
+        buffer = self.grads.pop(dtype, None)
+        if buffer is None or buffer.numel() < like.numel():
+            buffer = None  # what is too small goes before something larger comes
+            buffer = torch.empty_like(like, dtype=dtype)
+        return tag(buffer, "gradients")[: like.numel()]
 
-    def cast(self, values: Any) -> Any:
-        """Floating tensors anywhere in `values` (arguments of a forward), in `param_dtype`."""
-        if self.param_dtype is None:
-            return values
-        floating = lambda v: isinstance(v, Tensor) and v.is_floating_point()  # noqa: E731
-        return tree_map(lambda v: v.to(self.param_dtype) if floating(v) else v, values)
+    def give_grads(self, view: Tensor) -> None:
+        buffer = view if view._base is None else view._base
+        other = self.grads.get(buffer.dtype)
+        if other is None or other.numel() < buffer.numel():
+            self.grads[buffer.dtype] = tag(buffer, "buffers")
 
+    def receive(self, full: Tensor, group: Any) -> Tensor | None:
+        """For `reduce_scatter(scratch=...)`; one reduction is under way at a time."""
+        need = coll.scratch_numel(full, group)
+        buffer = self.received.get(full.dtype)
+        if need and (buffer is None or buffer.numel() < need):
+            buffer = tag(full.new_empty(need), "buffers")
+            self.received[full.dtype] = buffer
+        return buffer[:need] if need else None
 
-@dataclass(frozen=True)
-class Placement:
-    """Where shards and copies live. Groups of one rank are None: there is nothing to send."""
-
-    shard_group: Any  # parameters are cut over these ranks
-    replica_group: Any  # and kept equal over these (NO_SHARD, HYBRID_SHARD)
-    device: torch.device  # where the model computes
-    offload: bool  # shards and their gradients stay in host memory
-    precision: MixedPrecision
-    keep_shapes: bool  # NO_SHARD: nothing is cut, so parameters keep their shapes
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.shard_group is None else self.shard_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        return 1 if self.shard_group is None else self.shard_group.size()
-
-    @property
-    def replicas(self) -> int:
-        return 1 if self.replica_group is None else self.replica_group.size()
+    def end_of_backward(self) -> None:
+        self.grads.clear()
 
 
 class FlatShard:
@@ -139,7 +122,7 @@ class FlatShard:
         layout = FlatLayout(params, placement.world_size)
         values = layout.buffer(params[0].dtype, placement.device)
         layout.pack([param.detach() for param in params], values)
-        spread(values, placement, f"fsdp {names[0]} start")
+        placement.spread(values, f"fsdp {names[0]} start")
         master, _, _ = placement.precision.dtypes(values.dtype)
         home = torch.device("cpu") if placement.offload else placement.device
         own = layout.shard(values, placement.rank)
@@ -236,7 +219,7 @@ class FlatShard:
         self.filled.add(index)
         self.used.add(index)
 
-    def begin_reduce(self, scratch: Tensor | None) -> None:
+    def begin_reduce(self) -> None:
         """Start to average the gradients over ranks; parameters without one count as zeros, so that
         what is sent never depends on the data."""
         if self.grads is None:
@@ -251,9 +234,10 @@ class FlatShard:
             mean.copy_(self.grads)
             self.reducing = coll.Work(mean, None, [])
             return
+        group = self.placement.shard_group
         self.reducing = coll.reduce_scatter(
-            mean, self.grads, group=self.placement.shard_group, async_op=True,
-            by=f"{self.by} gradients", scratch=scratch, tag=self.number,
+            mean, self.grads, group=group, async_op=True, by=f"{self.by} gradients",
+            scratch=self.spare.receive(self.grads, group), tag=self.number,
         )  # fmt: skip
 
     def finish_reduce(self) -> None:
@@ -307,14 +291,13 @@ class FlatShard:
         self._give_grads()
 
     def _take_grads(self) -> None:
-        numel, device = self.layout.padded_numel, self.placement.device
-        self.grads = self.spare.take(numel, self.reduce_dtype, device)
+        self.grads = self.spare.take_grads(self.full, self.reduce_dtype)
         self.grad_views = self.layout.views(self.grads)
         self.layout.clean_padding(self.grads)
 
     def _give_grads(self) -> None:
         if self.grads is not None:
-            self.spare.give(self.grads)
+            self.spare.give_grads(self.grads)
             self.grads, self.grad_views = None, []
 
     # --- what the modules see ---------------------------------------------------------------------
@@ -344,104 +327,6 @@ class FlatShard:
                 whole.register_post_accumulate_grad_hook(
                     lambda whole, index=index: on_gradient(self, index, whole)
                 )
-
-
-class SpareMemory:
-    """Hands the memory of whole gradients from unit to unit during a backward.
-
-    While one unit's gradients travel the next unit's fill another buffer, so two take turns. Fresh
-    memory for each would cost a page fault per 4 KiB, in the end a tenth of the time of a backward.
-    """
-
-    def __init__(self) -> None:
-        self.free: dict[torch.dtype, Tensor] = {}  # at most one: more are never needed
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        buffer = self.free.pop(dtype, None)
-        if buffer is None or buffer.numel() < numel:
-            buffer = None  # what is too small goes before something larger comes
-            buffer = torch.empty(numel, dtype=dtype, device=device)
-        return tag(buffer, "gradients")[:numel]
-
-    def give(self, view: Tensor) -> None:
-        buffer = view if view._base is None else view._base
-        other = self.free.get(buffer.dtype)
-        if other is None or other.numel() < buffer.numel():
-            self.free[buffer.dtype] = tag(buffer, "buffers")
-
-    def clear(self) -> None:
-        self.free.clear()
-
-
-class Replicated:
-    """The ignored parameters: whole on every rank, their gradients averaged when backward ends."""
-
-    def __init__(self, params: dict[str, nn.Parameter], placement: Placement, on_gradient):
-        self.names, self.params, self.placement = list(params), list(params.values()), placement
-        self.used: set[int] = set()
-        for name, param in params.items():
-            spread(param.data, placement, f"fsdp {name} start")
-        for index, param in enumerate(self.params):
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self._note(index, on_gradient))
-
-    def _note(self, index: int, on_gradient) -> Callable[[Tensor], None]:
-        def hook(param: Tensor) -> None:
-            self.used.add(index)
-            on_gradient()
-
-        return hook
-
-    def average(self, used: list[bool]) -> None:
-        """`.grad` becomes the mean over all ranks. What came from an earlier backward is equal
-        everywhere, so averaging the sum averages what is new."""
-        self.used.clear()
-        kinds: dict[tuple, list[nn.Parameter]] = {}
-        for param, was_used in zip(self.params, used, strict=True):
-            if was_used:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                kinds.setdefault((param.dtype, param.device), []).append(param)
-        for params in kinds.values():
-            grads = [param.grad for param in params]
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            flat.mul_(1 / (self.placement.world_size * self.placement.replicas))
-            for group in (self.placement.shard_group, self.placement.replica_group):
-                if group is not None:
-                    coll.all_reduce(flat, group=group, by="fsdp ignored gradients")
-            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                grad.copy_(part.view(grad.shape))
-
-
-def agree_on_use(members: list[FlatShard | Replicated], placement: Placement) -> list[list[bool]]:
-    """Collective. Per parameter of `members`: whether any rank had a gradient for it."""
-    sizes = [len(member.names) for member in members]
-    flags = torch.tensor(
-        [i in m.used for m, size in zip(members, sizes, strict=True) for i in range(size)],
-        dtype=torch.uint8, device=placement.device,
-    )  # fmt: skip
-    for group in (placement.shard_group, placement.replica_group):
-        if group is not None:
-            everyone = flags.new_zeros(group.size() * flags.numel())
-            coll.all_gather(everyone, flags, group=group, by="fsdp used parameters")
-            flags = everyone.view(group.size(), -1).amax(0)
-    if is_fake(flags):  # a dry run has no values: suppose that all were used
-        return [[True] * size for size in sizes]
-    return [part.bool().tolist() for part in flags.split(sizes)]
-
-
-def spread(tensor: Tensor, placement: Placement, by: str) -> None:
-    """Collective. Give every rank the values of the first one."""
-    for group in (placement.shard_group, placement.replica_group):
-        if group is not None:
-            coll.broadcast(tensor, 0, group=group, by=by)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether this is a dry run's tensor, without values."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
 
 
 def _free(buffer: Tensor) -> None:

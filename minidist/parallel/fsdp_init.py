@@ -32,7 +32,8 @@ from minidist.comm.mesh import resolve_group
 from minidist.measure.registry import gradient_hooks
 from minidist.parallel.agree import check_same_parameters
 from minidist.parallel.elementwise import refuse_unless_elementwise
-from minidist.parallel.fsdp_flat import FlatShard, MixedPrecision, Placement, SpareMemory
+from minidist.parallel.fsdp_flat import FlatShard, SpareMemory
+from minidist.parallel.fsdp_placement import MixedPrecision, Placement
 from minidist.parallel.fsdp_unit import Unit
 
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
@@ -179,12 +180,11 @@ class Plan:
         settings = {**settings, "precision": placement.precision, "offload": placement.offload,
                     "units": [unit.name for unit in self.units], "problem": problem}  # fmt: skip
         module = self.units[0].module
-        for group in (placement.shard_group, placement.replica_group):
-            if group is not None:
-                check_same_parameters(
-                    () if problem else self.params.items(), group, extra=settings, who="FSDP",
-                    named_buffers=module.named_buffers(),
-                )  # fmt: skip
+        for group in placement.groups:
+            check_same_parameters(
+                () if problem else self.params.items(), group, extra=settings, who="FSDP",
+                named_buffers=module.named_buffers(),
+            )  # fmt: skip
         if problem is not None:
             raise ValueError(problem)
 

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from minidist.comm import collectives as coll
 from minidist.parallel import fsdp_state
-from minidist.parallel.fsdp_flat import FlatShard, Placement, Replicated
+from minidist.parallel.fsdp_flat import FlatShard
+from minidist.parallel.fsdp_placement import Placement
+from minidist.parallel.fsdp_unit import Replicated
 
 
 class ShardedModule(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from minidist.comm import collectives as coll
-from minidist.parallel.fsdp_flat import FlatShard, spread
+from minidist.parallel.fsdp_flat import FlatShard
 
 if TYPE_CHECKING:
     from minidist.parallel.fsdp_module import ShardedModule
@@ -195,16 +195,14 @@ def _shape(place: tuple[FlatShard, int]) -> torch.Size:
 def _gather_objects(fsdp: ShardedModule, value: Any) -> list[Any]:
     """One object of every rank, of all shards and replicas."""
     everyone = [value]
-    for group in (fsdp.placement.shard_group, fsdp.placement.replica_group):
-        if group is not None:
-            gathered = coll.all_gather_object(everyone, group, by="fsdp state")
-            everyone = [v for values in gathered for v in values]
+    for group in fsdp.placement.groups:
+        gathered = coll.all_gather_object(everyone, group, by="fsdp state")
+        everyone = [v for values in gathered for v in values]
     return everyone
 
 
 def is_first(fsdp: ShardedModule) -> bool:
-    groups = (fsdp.placement.shard_group, fsdp.placement.replica_group)
-    return all(group is None or group.rank() == 0 for group in groups)
+    return all(group.rank() == 0 for group in fsdp.placement.groups)
 
 
 def _from_rank_0(fsdp: ShardedModule, state: Any) -> Any:
@@ -227,7 +225,7 @@ def _from_rank_0(fsdp: ShardedModule, state: Any) -> Any:
         tensor = next(given) if first else torch.empty(value[1], dtype=value[2])
         device = fsdp.placement.device
         sent = tensor.detach().to(device).contiguous()
-        spread(sent, fsdp.placement, "fsdp load")
+        fsdp.placement.spread(sent, "fsdp load")
         return sent.cpu()
 
     first = is_first(fsdp)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from minidist.comm import collectives as coll
 from minidist.parallel.fsdp_flat import FlatShard
+from minidist.parallel.fsdp_placement import Placement
 
 
 class Unit:
@@ -93,6 +96,43 @@ class Unit:
                 flat.install(flat.pieces)
 
 
+class Replicated:
+    """The ignored parameters: whole on every rank, their gradients averaged when backward ends."""
+
+    def __init__(self, params: dict[str, nn.Parameter], placement: Placement, on_gradient):
+        self.names, self.params, self.placement = list(params), list(params.values()), placement
+        self.used: set[int] = set()
+        for index, param in enumerate(self.params):
+            if param.requires_grad:
+                param.register_post_accumulate_grad_hook(self._note(index, on_gradient))
+
+    def _note(self, index: int, on_gradient) -> Callable[[Tensor], None]:
+        def hook(param: Tensor) -> None:
+            self.used.add(index)
+            on_gradient()
+
+        return hook
+
+    def average(self, used: list[bool]) -> None:
+        """`.grad` becomes the mean over all ranks. What came from an earlier backward is equal
+        everywhere, so averaging the sum averages what is new."""
+        self.used.clear()
+        kinds: dict[tuple, list[nn.Parameter]] = {}
+        for param, was_used in zip(self.params, used, strict=True):
+            if was_used:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                kinds.setdefault((param.dtype, param.device), []).append(param)
+        for params in kinds.values():
+            grads = [param.grad for param in params]
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            flat.mul_(1 / (self.placement.world_size * self.placement.replicas))
+            for group in self.placement.groups:
+                coll.all_reduce(flat, group=group, by="fsdp ignored gradients")
+            for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                grad.copy_(part.view(grad.shape))
+
+
 class Use:
     """One forward of a unit, and the backward through it. Times are counted, not measured."""
 
@@ -145,3 +185,10 @@ class Hint:
 def tensors_in(values: Any) -> list[Tensor]:
     """All tensors in what a module returned."""
     return [value for value in tree_leaves(values) if isinstance(value, Tensor)]
+
+
+def agree_on_use(members: list[FlatShard | Replicated], placement: Placement) -> list[list[bool]]:
+    """Collective. Per parameter of `members`: whether any rank had a gradient for it."""
+    flags = [i in member.used for member in members for i in range(len(member.names))]
+    used = iter(placement.any_rank(flags, "fsdp used parameters"))
+    return [[next(used) for _ in member.names] for member in members]
