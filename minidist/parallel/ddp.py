@@ -352,6 +352,7 @@ class _Backward:
         ddp._wait_for_buckets()
         for index in place.keys() & self.arrived.keys():
             params[index].grad = ddp._mean(index)
+        # On a GPU, reading the flag waits for the reductions: the price of an error before step().
         # In a dry run there are no other ranks, and maybe no values.
         if self.unusual if ddp._dry_run else ddp.buckets[-1].flag.item():
             agreed = settle(ddp, lost, had_grad, self.scale, self.absent)
