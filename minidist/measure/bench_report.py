@@ -29,6 +29,14 @@ def table(rows: list[dict]):
     return shown
 
 
+def line(row: dict) -> str:
+    """One row in one line, for a run that goes on."""
+    words = f"{row['name']}, {row['world']} ranks: {_ms(row['ours_seconds'])} ms"
+    if row["ratio_to_best_peer"] is None:
+        return words
+    return f"{words}, {row['ratio_to_best_peer']:.2f} of {row['best_peer']}"
+
+
 def remarks(rows: list[dict]) -> list[str]:
     """What a reader must know beside the table: who did not run and why, a busy machine, goals."""
     words = []

@@ -65,6 +65,8 @@ def bench(
     if trace is not None:
         Path(trace).mkdir(parents=True, exist_ok=True)
     done = []
+    talks = os.environ.get("RANK", "0") == "0"  # under torchrun the first rank speaks
+    date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
     console = Console(stderr=True, highlight=False)
     for module, row, ranks in plan:
         with console.status(f"{row}, {ranks} ranks"):
@@ -81,15 +83,16 @@ def bench(
             )
         goal = None if small else module.GOALS[row].get(ranks)
         done.append(engine.summarise(row, ranks, outcomes, goal))
-    if int(os.environ.get("RANK", 0)):
-        return 0  # under torchrun the first rank speaks
+        if talks:
+            console.print(bench_report.line(done[-1]), markup=False)
+            if json_file is not None:  # after every row, so that an interrupted run is not lost
+                write_json(json_file, document(done, date=date, rounds=rounds, steps=steps))
+    if not talks:
+        return 0
     out = Console(file=sys.stdout, highlight=False)
     out.print(bench_report.table(done))
     for remark in bench_report.remarks(done):
         out.print(remark, markup=False)
-    if json_file is not None:
-        date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-        write_json(json_file, document(done, date=date, rounds=rounds, steps=steps))
     if plot is not None:
         bench_report.plot(done, plot)
     return 0
