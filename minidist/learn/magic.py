@@ -47,7 +47,8 @@ _TORCH_LOG = re.compile(r"\[rank\d+\]:\[[A-Z]\d+ .*ProcessGroup")
 _NOTEBOOK_FILE = re.compile(r"[^\s\"']*ipykernel_\d+[/\\]\d+\.py")
 # Where a library is installed says nothing, and a saved notebook would differ by machine.
 _INSTALLED_IN = re.compile(
-    rf'(?<=File ")([^"\n]*[/\\]site-packages[/\\]|{re.escape(str(Path(__file__).parents[2]))}[/\\])'
+    r'(?:(?<=File ")|(?<= at ))'
+    rf'([^"\n ]*[/\\]site-packages[/\\]|{re.escape(str(Path(__file__).parents[2]))}[/\\])'
 )
 
 
