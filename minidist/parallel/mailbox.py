@@ -18,7 +18,7 @@ from minidist.comm import collectives as coll
 from minidist.parallel.microbatches import flatten, slots, unflatten
 from minidist.parallel.schedules import Schedule, Transfer
 
-_UNFINISHED_SENDS = 2  # on CPU: how many sent tensors may stay alive behind the computation
+_UNFINISHED_SENDS = 4  # on CPU: how many sent tensors may stay alive behind the computation
 
 
 class Mailbox:
