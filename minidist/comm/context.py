@@ -48,7 +48,15 @@ def init(backend: str | None = None, timeout: float = 60) -> Iterator[Context]:
     limit = datetime.timedelta(seconds=timeout)
     beacon = None
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-        dist.init_process_group(backend, timeout=limit)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            # torchrun's store lives through restarts. Read without a prefix, it may still hold the
+            # address of a killed rank, and connecting to that fails.
+            dist.init_process_group(
+                backend, store=_torchrun_store("group", limit), timeout=limit,
+                rank=_env("RANK", 0), world_size=_env("WORLD_SIZE", 1),
+            )  # fmt: skip
+        else:
+            dist.init_process_group(backend, timeout=limit)
         beacon = _beacon(timeout)
     else:
         dist.init_process_group(
@@ -69,19 +77,19 @@ def init(backend: str | None = None, timeout: float = 60) -> Iterator[Context]:
 
 def _beacon(timeout: float) -> watchdog.Beacon:
     # A connection of its own: that of the process group is locked while the main thread waits.
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        _env("MASTER_PORT", 0),
-        is_master=False,
-        timeout=datetime.timedelta(seconds=5),
-        wait_for_workers=False,
-    )
-    # The store of torchrun lives through restarts; what the ranks said before must not.
-    name = f"minidist/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = _torchrun_store("beacon", datetime.timedelta(seconds=5))
     limit = timeout if "nccl" in dist.get_backend() else None
-    return watchdog.Beacon(
-        dist.PrefixStore(name, store), dist.get_rank(), dist.get_world_size(), limit
-    )
+    return watchdog.Beacon(store, dist.get_rank(), dist.get_world_size(), limit)
+
+
+def _torchrun_store(purpose: str, timeout: datetime.timedelta) -> dist.Store:
+    """A new connection to the job's store, with names of its own for this attempt."""
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], _env("MASTER_PORT", 0), is_master=False, timeout=timeout,
+        wait_for_workers=False,
+    )  # fmt: skip
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"minidist/{purpose}/{attempt}/{os.environ['WORLD_SIZE']}", store)
 
 
 def _context() -> Context:

@@ -83,6 +83,10 @@ def train(
     heads: Heads = 4,
     seq: Seq = 64,
     tied: Annotated[bool, typer.Option("--tied", help="Output matrix = token embedding.")] = False,
+    checkpoint_dir: Annotated[
+        OptionalText, typer.Option(help="Continue from the latest checkpoint here, and write more.")
+    ] = None,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 10,
     timeout: Annotated[float, typer.Option(help="Limit for the whole run in seconds.")] = 3600,
     json_file: Json = None,
 ) -> int:
@@ -95,6 +99,8 @@ def train(
       minidist train --strategy zero1 --dp 2 --tp 2 --json run.json
 
       torchrun --nproc-per-node 4 -m minidist train --strategy fsdp
+
+      torchrun --nproc-per-node 4 --max-restarts 3 -m minidist train --checkpoint-dir run1
     """
     if timeout <= 0:
         raise typer.BadParameter(f"timeout must be positive, got {timeout:g}")
@@ -122,6 +128,8 @@ def train(
             tp=tp,
             schedule=schedule,
             microbatches=microbatches,
+            checkpoint_dir=checkpoint_dir,
+            save_every=save_every,
         )
         config.check(ranks)
         check_writable(json_file)

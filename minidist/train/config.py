@@ -94,6 +94,8 @@ class TrainConfig:
     microbatches: int | None = None
     bucket_cap_mb: float = 25
     masters: bool = False  # 16-bit parameters and gradients, 32-bit master copy and states
+    checkpoint_dir: str | None = None  # continue from its latest checkpoint, and write new ones
+    save_every: int = 10  # steps between checkpoints
     threads: int = 1  # per rank; also for one rank, so that results and times can be compared
 
     def torch_dtype(self) -> torch.dtype:
@@ -161,7 +163,7 @@ class TrainConfig:
             raise ConfigError(
                 f"unknown optimizer {self.optimizer!r}; choose one of {', '.join(OPTIMIZERS)}"
             )
-        for name in ("steps", "batch", "threads"):
+        for name in ("steps", "batch", "threads", "save_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.bucket_cap_mb is not None and self.bucket_cap_mb < 0:

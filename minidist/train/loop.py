@@ -12,8 +12,10 @@ comparison call the same `train`, which is why their losses are equal to the las
 from __future__ import annotations
 
 import re
+import shutil
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -21,7 +23,7 @@ from minidist.comm import collectives as coll
 from minidist.comm.context import init
 from minidist.measure import measure
 from minidist.train.build import Trainer
-from minidist.train.config import TrainConfig
+from minidist.train.config import ConfigError, TrainConfig
 from minidist.train.optim import Warmup, set_lr
 
 # How the pipeline names the spans of what it runs: F0, B3, and with several chunks I2.1.
@@ -55,9 +57,11 @@ def train(config: TrainConfig, on_step: OnStep | None = None) -> list[dict]:
         schedule = Warmup(config.lr, config.warmup)
         losses: list[float] = []
         local: list[torch.Tensor | None] = []
-        clock = Clock(config.steps, context.device)
+        progress = Progress(config, trainer)
+        start = progress.resume(losses)
+        clock = Clock(start, config.steps, context.device)
         measured: dict = {}
-        for step in range(config.steps):
+        for step in range(start, config.steps):
             inputs, targets = batches.at(step, trainer.place.dp, layout.dp)
             inputs, targets = inputs.to(context.device), targets.to(context.device)
             set_lr(trainer.optimizer, schedule(step))
@@ -68,10 +72,14 @@ def train(config: TrainConfig, on_step: OnStep | None = None) -> list[dict]:
                 loss = trainer.forward_backward(inputs, targets)
                 trainer.step()
             local.append(loss)
-            if on_step is not None:
+            saves = progress.due(step + 1)
+            if on_step is not None or saves:
                 losses += _global_losses(local, trainer)
                 local.clear()
+            if on_step is not None:
                 on_step(step, losses[-1])
+            if saves:
+                progress.save(step + 1, losses)
         losses += _global_losses(local, trainer)
         mine = {
             "losses": losses,
@@ -82,21 +90,66 @@ def train(config: TrainConfig, on_step: OnStep | None = None) -> list[dict]:
         return coll.all_gather_object(mine, by="results")
 
 
+class Progress:
+    """Checkpoints of a run: where it stands, and the losses so far.
+
+    All else follows from the step: batches are a function of it, and so is the learning rate.
+    A run that was killed continues as if nothing had happened, on any number of ranks.
+    """
+
+    KEEP = 2  # a checkpoint that is being read must not vanish while the next one is written
+
+    def __init__(self, config: TrainConfig, trainer: Trainer):
+        self.config, self.trainer = config, trainer
+        self.directory = Path(config.checkpoint_dir) if config.checkpoint_dir else None
+
+    def resume(self, losses: list[float]) -> int:
+        """Load the latest checkpoint, if there is one; returns the step to go on with."""
+        if self.directory is None:
+            return 0
+        from minidist.train.checkpoint import latest, load  # brings in all strategies
+
+        found = latest(self.directory)
+        if found is None:
+            return 0
+        saved = load(found, self.trainer.module, self.trainer.optimizer)
+        if saved["step"] >= self.config.steps:
+            raise ConfigError(
+                f"{found} is of a run that has done {saved['step']} steps: for more, raise --steps"
+            )
+        losses += saved["losses"]
+        return saved["step"]
+
+    def due(self, done: int) -> bool:
+        """Whether a checkpoint is written after `done` steps."""
+        every, last = self.config.save_every, self.config.steps
+        return self.directory is not None and (done % every == 0 or done == last)
+
+    def save(self, done: int, losses: list[float]) -> None:
+        from minidist.train.checkpoint import save
+
+        module, optimizer = self.trainer.module, self.trainer.optimizer
+        save(self.directory / f"step-{done:08d}", module, optimizer, step=done, losses=losses)
+        if coll.rank() == 0:
+            for old in sorted(self.directory.glob("step-*"))[: -self.KEEP]:
+                shutil.rmtree(old, ignore_errors=True)
+
+
 class Clock:
     """Seconds per step over the steps between the first (allocations, imports) and the measured
     last one, as one block: waiting for the ranks after every step would hide what a strategy leaves
     running into the next one."""
 
-    def __init__(self, steps: int, device: torch.device):
-        self.first, self.last, self.device = min(1, steps - 2), steps - 1, device
-        self._start = 0.0
+    def __init__(self, start: int, steps: int, device: torch.device):
+        self.first, self.last, self.device = min(start + 1, steps - 2), steps - 1, device
+        self._start = 0.0  # not running
         self.seconds: float | None = None  # fewer than two steps: nothing to time
 
     def before(self, step: int) -> None:
         if step == self.first and step < self.last:
             self._synchronize()
             self._start = time.perf_counter()
-        elif step == self.last and self.first < self.last and self.first >= 0:
+        elif step == self.last and self._start:
             self._synchronize()
             self.seconds = (time.perf_counter() - self._start) / (self.last - self.first)
 
