@@ -27,7 +27,9 @@ from minidist.learn.story import Story, tell
 
 PASSED, FAILED, NOT_WRITTEN, TIMEOUT = "passed", "failed", "not written", "timeout"
 PRINTED_LINES = 12  # of what the learner's code prints, kept for the message
-_TORCH_LOG = re.compile(r"\[rank\d+\]:\[[A-Z]\d+ |^\[[WE]\d+ |Warning")
+_NOT_THEIRS = re.compile(
+    r"\[rank\d+\]:\[[A-Z]\d+ |^\[[WE]\d+ |^terminate called|^  what\(\)|enforce fail"
+)
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,7 @@ class Grader:
 
     def _run_learners(self, check: Exercise, code: Code, limit: float, printed) -> list[Attempt]:
         def keep(rank: int, stream: str, line: str) -> None:
-            if not _TORCH_LOG.search(line) and not line.endswith("\r"):
+            if not _NOT_THEIRS.search(line) and not line.endswith("\r"):
                 printed.append(f"[rank {rank}] {line[:200]}")
 
         ranks = _standing(self._learners, check.world)

@@ -160,6 +160,7 @@ class Spy:
         event.peer = next((given[k] for k in ("dst", "src") if k in given), None)
         event.async_op = bool(given.get("async_op")) or name in ("isend", "irecv")
         self.events.append(event)
+        _check_peer(original, event)
         if not event.async_op:
             return self._quietly(original, bound)
         landing = None
@@ -224,6 +225,17 @@ class _Work:
 
     def __getattr__(self, name):
         return getattr(self._event.work, name)
+
+
+def _check_peer(original, event: Event) -> None:
+    # torch itself waits for ever, or crashes, when it is asked for a rank that does not exist.
+    import torch.distributed as dist
+
+    if event.peer is None or original.__module__.startswith("minidist"):
+        return  # minidist's own functions look at it themselves
+    if not 0 <= event.peer < dist.get_world_size():
+        last = dist.get_world_size() - 1
+        raise ValueError(f"rank {event.peer} does not exist: the ranks are 0 to {last}")
 
 
 def _copies(output):

@@ -99,6 +99,15 @@ def tell(failure: RankFailure, file: str, seconds: float) -> Story:
             + _user_line(failure, file),
             f"mismatch\n{text}",
         )
+    if "Received data size doesn't match" in text:
+        return Story(
+            "mismatch",
+            "收到的数据比接收用的张量大：两边的形状（或数据类型）不一样。",
+            "More data arrived than the receiving tensor holds: the two sides disagree about the "
+            "shape (or dtype).",
+            _user_line(failure, file),
+            f"died\n{text}",
+        )
     words = failure.states.get(failure.rank, "").partition("\n")[0]
     if words.startswith(("ended its process", "was killed")):
         return Story(

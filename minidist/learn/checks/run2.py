@@ -6,18 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minidist.train.data import TextBatches, load_tokens
-from minidist.train.model import GPTConfig, build_gpt, loss_fn
-
-TINY = GPTConfig(vocab=256, seq=8, width=16, layers=2, heads=2)
-STEPS = 3
-
-
-def tiny_batches(rows: int = 4, steps: int = STEPS) -> list:
-    """The global batches of the miniatures, the same on every rank."""
-    batches = TextBatches(load_tokens(), TINY.seq, rows, seed=3)
-    return [batches.at(step) for step in range(steps)]
-
+from minidist.learn.checks import miniature
+from minidist.train.model import build_gpt, loss_fn
 
 def named_gradients(model: nn.Module) -> dict:
     """Name -> gradient, None where there is none."""
@@ -181,13 +171,13 @@ def learning_rate(mine):
 
 
 def train(mine):
-    model = build_gpt(TINY, seed=7 + dist.get_rank())  # the wrapper must make them the same
-    batches = tiny_batches()
+    model = build_gpt(miniature.TINY, seed=miniature.SEED + dist.get_rank())  # the wrapper must make them the same
+    batches = miniature.batches()
     begin = mine.spy.here
     rows = []
     model.embed.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     losses = mine.train(model, batches, loss_fn, 0.1, 2, 1)
-    reference = build_gpt(TINY, seed=7)
+    reference = build_gpt(miniature.TINY, seed=miniature.SEED)
     start = dict(reference.named_parameters())
     moved = {
         name: (p.detach() - start[name].detach()).norm()
