@@ -212,7 +212,9 @@ class _Rank:
         # Before any operation: a thread per core in every rank would slow all of them down.
         torch.set_num_threads(setup["threads"])
         if setup["debug"]:
-            dist.set_debug_level(dist.DebugLevel.DETAIL)
+            from minidist.comm import checks
+
+            checks.enable()
         if "nccl" in setup["backend"]:
             torch.cuda.set_device(setup["rank"])
         dist.init_process_group(
