@@ -93,8 +93,9 @@ def _versions(torch) -> list[Line]:
         Line("python", platform.python_version(), *_at_least(sys.version_info[:2], (3, 10))),
         Line("torch", torch.__version__, *_at_least(_numbers(torch.__version__), (2, 6))),
     ]
-    for package, use in (("numpy", "the core"), ("cloudpickle", "functions from notebooks"),
-                         ("typer", "the command line"), ("jupyterlab", "the chapters")):  # fmt: skip
+    uses = {"numpy": "the core", "cloudpickle": "functions from notebooks",
+            "typer": "the command line", "jupyterlab": "the chapters"}  # fmt: skip
+    for package, use in uses.items():
         try:
             lines.append(Line(package, metadata.version(package)))
         except metadata.PackageNotFoundError:
