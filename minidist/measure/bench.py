@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidist.comm import collectives as coll
-from minidist.comm.context import init
 from minidist.comm.launch import Ranks
 from minidist.measure.meter import measure
 from minidist.measure.process import malloced
@@ -86,14 +85,13 @@ def run(
 ) -> dict[str, Outcome]:
     """Let the contestants that `make()` returns on each rank compete; their outcomes by name.
 
-    On `world` new local ranks, or in the job of torchrun. `steps` per turn is at least 2. `trace`:
-    file for a Perfetto trace of two of our steps. Raises `RankFailure` if a rank fails.
+    On `world` new local ranks, or in the process group that is there. `steps`: per turn, at least
+    2. `trace`: file for a Perfetto trace of two of our steps. Raises `RankFailure` if a rank fails.
     """
     if steps < 2:
         raise ValueError(f"a turn has at least 2 steps, got {steps}: see the head of this file")
-    if dist.is_torchelastic_launched():
-        with init():
-            return compete(make, rounds, steps, trace)
+    if dist.is_initialized():  # torchrun started the ranks
+        return compete(make, rounds, steps, trace)
     # What peers print (deprecations, banners) is not shown; a failure is told by RankFailure.
     with Ranks(world, timeout=timeout, on_output=lambda rank, stream, line: None) as ranks:
         return ranks.run(compete, make, rounds, steps, trace)[0]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import torch.distributed as dist
 import typer
 from rich.console import Console
 
+from minidist.comm.context import init
 from minidist.measure import bench as engine
 from minidist.measure import bench_data_parallel, bench_model_parallel, bench_report
 from minidist.train.model import GPTConfig
@@ -64,32 +65,31 @@ def bench(
             raise typer.BadParameter(problem)
     if trace is not None:
         Path(trace).mkdir(parents=True, exist_ok=True)
-    done = []
     talks = os.environ.get("RANK", "0") == "0"  # under torchrun the first rank speaks
+    out, progress = Console(highlight=False), Console(stderr=True, highlight=False, quiet=not talks)
     date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    console = Console(stderr=True, highlight=False)
-    for module, row, ranks in plan:
-        with console.status(f"{row}, {ranks} ranks"):
-            options = {"config": SMALL} if small else {}
+    done = []
+    with init() if dist.is_torchelastic_launched() else nullcontext():
+        for module, row, ranks in plan:
+            options: dict[str, Any] = {"config": SMALL} if small else {}
             if module is bench_data_parallel:
                 options["deepspeed"] = deepspeed
-            outcomes = engine.run(
-                partial(module.contestants, row, **options),
-                ranks,
-                rounds=rounds,
-                steps=steps,
-                timeout=timeout,
-                trace=None if trace is None else str(Path(trace) / f"{row}-{ranks}.json"),
-            )
-        goal = None if small else module.GOALS[row].get(ranks)
-        done.append(engine.summarise(row, ranks, outcomes, goal))
-        if talks:
-            console.print(bench_report.line(done[-1]), markup=False)
-            if json_file is not None:  # after every row, so that an interrupted run is not lost
+            with progress.status(f"{row}, {ranks} ranks"):
+                outcomes = engine.run(
+                    partial(module.contestants, row, **options),
+                    ranks,
+                    rounds=rounds,
+                    steps=steps,
+                    timeout=timeout,
+                    trace=None if trace is None else str(Path(trace) / f"{row}-{ranks}.json"),
+                )
+            goal = None if small else module.GOALS[row].get(ranks)
+            done.append(engine.summarise(row, ranks, outcomes, goal))
+            progress.print(bench_report.line(done[-1]), markup=False)
+            if talks and json_file is not None:  # row by row: an interrupted run is not lost
                 write_json(json_file, document(done, date=date, rounds=rounds, steps=steps))
     if not talks:
         return 0
-    out = Console(file=sys.stdout, highlight=False)
     out.print(bench_report.table(done))
     for remark in bench_report.remarks(done):
         out.print(remark, markup=False)
