@@ -638,6 +638,11 @@ def test_with_a_chinese_font_it_is_the_fallback_of_the_usual_one(monkeypatch, py
     assert style.label("memory", "内存") == "memory 内存"
     figures.loss_curves({})
     assert pyplot.rcParams["font.family"] == ["DejaVu Sans", "STIXGeneral"]
+    pyplot.rcdefaults()
+    _, ax = pyplot.subplots()  # axes of the caller's, from before any picture of ours
+    figures.loss_curves({}, ax=ax)
+    for text in (ax.xaxis.label, ax._left_title):
+        assert text.get_fontfamily() == ["DejaVu Sans", "STIXGeneral"]
     pyplot.close("all")
     pyplot.rcdefaults()
 

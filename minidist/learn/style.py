@@ -80,12 +80,16 @@ def label(english: str, chinese: str = "") -> str:
 def new_axes(ax: Axes | None, size: tuple[float, float], grid: str) -> Axes:
     """`ax`, or the axes of a new figure of `size` inches, with `grid` lines along "x" or "both"."""
     import matplotlib.pyplot as plt
+    from matplotlib.text import Text
 
     # `font.family`, not `font.sans-serif`: only the former falls back glyph by glyph.
     family = chinese_font()
     plt.rcParams["font.family"] = ["DejaVu Sans", family] if family else ["DejaVu Sans"]
     if ax is None:
         _, ax = plt.subplots(figsize=size, layout="constrained")
+    else:  # made before the line above, perhaps: its texts have the families of that time
+        for text in ax.findobj(Text):
+            text.set_fontfamily(plt.rcParams["font.family"])
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(labelsize=8)
     ax.grid(axis=grid, color="#E5E5E5", linewidth=0.8)
