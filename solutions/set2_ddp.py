@@ -47,9 +47,10 @@ def average_gradients(model):
 def average_flat(model):
     """2.2 展平：一次通信 | Flatten: one message (15 min)
 
-    和 2.1 的结果一样，但整个模型只调用一次 all_reduce：把所有梯度首尾相接拼成一个一维张量（flat），
-    做一次 all_reduce，求平均，再按原来的顺序和形状拷回各个 .grad。.grad 为 None 的参数仍然跳过。
-    形状：flat 是 [所有梯度的元素总数]。提示：每次通信都有固定的延迟，几百个小张量就要付几百次。
+    和 2.1 的结果一样，但整个模型只调用一次 all_reduce：把所有梯度首尾相接拼成一个一维张量
+    （flat），做一次 all_reduce，求平均，再按原来的顺序和形状拷回各个 .grad。.grad 为 None 的参
+    数仍然跳过。形状：flat 是 [所有梯度的元素总数]。提示：每次通信都有固定的延迟，几百个小张量
+    就要付几百次。
 
     The same result as 2.1, but with a single all_reduce for the whole model: put all gradients end
     to end into one 1-D tensor (flat), all-reduce it once, take the mean, and copy the parts back

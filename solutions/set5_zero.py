@@ -110,10 +110,10 @@ def step_stage1(parameters, shard, optimizer):
 def reduce_and_free(parameters, shard):
     """5.3 ZeRO-2：梯度也只留自己的一段 | ZeRO-2: keep only your part of the gradient (15 min)
 
-    backward 已经做完。用一次 reduce-scatter 得到平均梯度中自己的一段，加到 shard.grad 上（shard.grad
-    为 None 时就是它本身；已经有值时是梯度累积，要加上去），然后把每个参数的 .grad 设为 None，
-    完整的梯度就此释放。没有返回值。shard 同 5.2。提示：不要先 all_reduce 再切：那样通信量是两
-    倍，每个 rank 也还是存着完整的平均梯度。
+    backward 已经做完。用一次 reduce-scatter 得到平均梯度中自己的一段，加到 shard.grad 上
+    （shard.grad 为 None 时就是它本身；已经有值时是梯度累积，要加上去），然后把每个参数的 .grad
+    设为 None，完整的梯度就此释放。没有返回值。shard 同 5.2。提示：不要先 all_reduce 再切：那样
+    通信量是两倍，每个 rank 也还是存着完整的平均梯度。
 
     backward is done. With a single reduce-scatter get your part of the mean gradient and add it to
     shard.grad (if that is None it becomes it; if there is a value, gradients are being accumulated,
@@ -226,8 +226,7 @@ def offload_step(shard, host, optimizer):
     """
     # BEGIN HINT 5.6
     # host.grad = shard.grad.to(host)；shard.grad = None；step；with torch.no_grad():
-    # shard.copy_(host)。
-    # copy_ 会自己换类型和设备。
+    # shard.copy_(host)。copy_ 会自己换类型和设备。
     #
     # host.grad = shard.grad.to(host); shard.grad = None; step; with torch.no_grad():
     # shard.copy_(host). copy_ converts dtype and device by itself.

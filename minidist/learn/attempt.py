@@ -112,15 +112,21 @@ def load(code: Code, name: str = "mine") -> dict[str, Any]:
 def _stand_in(mine: dict, solution: Code, identifier: str, others, borrowed: list[str]) -> None:
     if "_module" not in mine:  # functions of a notebook come with everything they use
         return
-    ours = None
+    written = {}
     for number, names in others.items():
         if number == identifier or not any(_unwritten(mine.get(n), number) for n in names):
-            continue
-        ours = ours or load(solution, "ours")
-        borrowed.append(number)
-        for name in names:
+            written |= {name: mine[name] for name in names if name in mine}
+        else:
+            borrowed.append(number)
+    if not borrowed:
+        return
+    ours = load(solution, "ours")
+    for number in borrowed:
+        for name in others[number]:
             mine[name] = ours[name]
             setattr(mine["_module"], name, ours[name])
+    # And the other way: where ours calls what the learner has written, it is the learner's.
+    vars(ours["_module"]).update(written)
 
 
 def _unwritten(value: Any, number: str) -> bool:

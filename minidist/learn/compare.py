@@ -77,7 +77,8 @@ def _differ(got: Any, want: Any, where: str, tolerance: float) -> tuple | None:
     if _numbers(got, want):
         if _close(float(got), float(want), tolerance):
             return None
-        return where, show(got), show(want), *_factor([float(got)], [float(want)])
+        said = ("", "") if isinstance(want, bool) else _factor([float(got)], [float(want)])
+        return where, show(got), show(want), *said
     if type(got) is type(want) and got == want:
         return None
     if got is None:

@@ -70,6 +70,7 @@ class Event:
     size: int = 0  # of the group
     async_op: bool = False
     waited: bool = True
+    note: str = ""  # what a check wants to remember about it
     work: Any = field(default=None, repr=False)
 
 
@@ -99,6 +100,10 @@ class Spy:
         """Where the first (or last) event of that name is; -1 if there is none."""
         places = [i for i, e in enumerate(self.events) if e.op == text]
         return places[-1 if last else 0] if places else -1
+
+    def unwaited(self, note: str) -> bool:
+        """Whether a call with this note has not been waited for."""
+        return any(not e.waited for e in self.events if e.note == note)
 
     @property
     def here(self) -> int:
