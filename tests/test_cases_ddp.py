@@ -402,6 +402,21 @@ def test_b15_uneven_inputs_with_buffers_hooks_and_accumulation(run_ranks, batche
             assert torch.equal(mine, right)
 
 
+def test_b15_ranks_in_different_phases(run_ranks):
+    def message():
+        model = md.DDP(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        model.train(dist.get_rank() == 0)  # rank 1 skips the broadcast of buffers
+
+        def training():
+            with model.join():
+                model(torch.randn(3, 2)).sum().backward()
+
+        return error_of(training)
+
+    for text in run_ranks(message, 2):
+        assert "not in the same phase" in text
+
+
 def test_b15_two_joined_modules_are_refused(run_ranks):
     def message():
         a, b = md.DDP(linear(1, 1)), md.DDP(linear(1, 1))

@@ -189,11 +189,6 @@ class DDP(Replica):
             hook = _Hook(self, lambda running, param, index=index: running.arrive(index, param))
             self._handles[index] = self._params[index].register_post_accumulate_grad_hook(hook)
 
-    def _mean(self, index: int) -> Tensor:
-        """A parameter's gradient, as it lies in its bucket."""
-        bucket, slot = self._place[index]
-        return bucket.tensors[slot].detach()
-
     def _wait_for_buckets(self) -> None:
         for work in self._in_flight:
             work.wait()
@@ -346,19 +341,20 @@ class _Backward:
         lost = [i for i in place if i not in self.arrived and params[i].requires_grad]
         had_grad = [p.grad is not None and not self.absent for p in params]
         for index in place.keys() - self.filled:
-            self.fill(index)
+            gradient = self.fill(index)
+            if index in self.arrived:
+                params[index].grad = gradient
         self.unusual += 0 if self.absent else len(lost)
         self.launch_full_buckets()
         ddp._wait_for_buckets()
-        for index in place.keys() & self.arrived.keys():
-            params[index].grad = ddp._mean(index)
         # On a GPU, reading the flag waits for the reductions: the price of an error before step().
         # In a dry run there are no other ranks, and maybe no values.
         if self.unusual if ddp._dry_run else ddp.buckets[-1].flag.item():
             agreed = settle(ddp, lost, had_grad, self.scale, self.absent)
             for index in [] if self.absent else lost:
                 if agreed.had_grad[index]:
-                    params[index].grad = ddp._mean(index)
+                    bucket, slot = place[index]
+                    params[index].grad = bucket.tensors[slot].detach()
             if agreed.trainable != ddp._bucketed and any(agreed.trainable):
                 ddp._make_buckets([i for i, yes in enumerate(agreed.trainable) if yes][::-1])
 
