@@ -39,7 +39,7 @@ from minidist.parallel.messages import Receive, Send, programs
 from minidist.parallel.microbatches import cut, flatten, join
 from minidist.parallel.schedules import Action, Schedule
 from minidist.parallel.schedules import schedule as build_schedule
-from minidist.parallel.split import Stage, layer_costs, split
+from minidist.parallel.split import Stage, deal, layer_costs, split
 from minidist.parallel.tied import Tied
 from minidist.parallel.weightgrad import LinearGradients
 
@@ -91,7 +91,7 @@ class Pipeline(nn.Module):
         try:
             parts = list(stages) if isinstance(stages, (list, nn.ModuleList)) else [stages]
             self.schedule = _resolve(schedule, size, microbatches, parts)
-            self.chunks = nn.ModuleList(_own(parts, self.schedule, self.rank))
+            self.chunks = nn.ModuleList(deal(parts, self.schedule, self.rank))
             settings = (self.schedule.name, size, microbatches, self.schedule.chunks, dynamic)
             settings += (crc32(repr(self.schedule.actions).encode()),)
             self.loss = BatchLoss(loss_fn, reduction, count)
@@ -330,19 +330,6 @@ def _resolve(schedule: str | Schedule, size: int, microbatches: int, parts: list
             f"but there are {(size, microbatches, chunks)}"
         )
     return schedule.validate()
-
-
-def _own(parts: list, schedule: Schedule, rank: int) -> list[nn.Module]:
-    indices = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
-    if len(parts) == schedule.virtual_stages and all(isinstance(part, Stage) for part in parts):
-        return [parts[index] for index in indices]
-    for part, index in zip(parts, indices, strict=True):
-        if isinstance(part, Stage) and (part.index, part.count) != (index, schedule.virtual_stages):
-            raise ValueError(
-                f"rank {rank} was given part {part.index} of {part.count}, but {schedule.name} "
-                f"puts part {index} of {schedule.virtual_stages} there"
-            )
-    return parts
 
 
 def _agree(problem: str | None, settings: Any, group) -> None:

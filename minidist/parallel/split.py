@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from minidist.comm import collectives as coll
+from minidist.parallel.schedules import Schedule
 
 
 class Stage(nn.Module):
@@ -83,6 +84,20 @@ def split(
         result.append(Stage(mine, index, parts))
     _find_tied(model, result)
     return result
+
+
+def deal(parts: list[nn.Module], schedule: Schedule, rank: int) -> list[nn.Module]:
+    """The chunks of `rank`, in order: picked if `parts` are all of a split model, else checked."""
+    indices = [schedule.stage(rank, chunk) for chunk in range(schedule.chunks)]
+    if len(parts) == schedule.virtual_stages and all(isinstance(part, Stage) for part in parts):
+        return [parts[index] for index in indices]
+    for part, index in zip(parts, indices, strict=True):
+        if isinstance(part, Stage) and (part.index, part.count) != (index, schedule.virtual_stages):
+            raise ValueError(
+                f"rank {rank} was given part {part.index} of {part.count}, but {schedule.name} "
+                f"puts part {index} of {schedule.virtual_stages} there"
+            )
+    return parts
 
 
 def layer_costs(model: nn.Module, inputs, repeats: int = 3, group=None) -> list[float]:
