@@ -32,7 +32,9 @@ def mean_over_ranks(value: torch.Tensor, group=None) -> float:
     return value.item() / dist.get_world_size(group)
 
 
-def single_process(optimizer_class, steps: int = STEPS, rows: int = ROWS, **defaults) -> list[float]:
+def single_process(
+    optimizer_class, steps: int = STEPS, rows: int = ROWS, **defaults
+) -> list[float]:
     """The losses that every strategy has to give: the same training in one process."""
     model = build_gpt(TINY, seed=SEED)
     optimizer = optimizer_class(model.parameters(), **defaults)

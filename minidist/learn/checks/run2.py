@@ -9,6 +9,7 @@ from torch import nn
 from minidist.learn.checks import miniature
 from minidist.train.model import build_gpt, loss_fn
 
+
 def named_gradients(model: nn.Module) -> dict:
     """Name -> gradient, None where there is none."""
     return {name: p.grad for name, p in model.named_parameters()}
@@ -171,7 +172,9 @@ def learning_rate(mine):
 
 
 def train(mine):
-    model = build_gpt(miniature.TINY, seed=miniature.SEED + dist.get_rank())  # the wrapper must make them the same
+    model = build_gpt(
+        miniature.TINY, seed=miniature.SEED + dist.get_rank()
+    )  # the wrapper must make them the same
     batches = miniature.batches()
     begin = mine.spy.here
     rows = []
