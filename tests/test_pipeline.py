@@ -914,8 +914,11 @@ def test_split_keeps_names_and_finds_ties():
 def test_measured_costs_are_the_same_on_all_ranks(run_ranks):
     def job():
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 512), nn.Linear(512, 8))
-        costs = layer_costs(model, torch.randn(64, 8))
-        assert all(p.grad is None for p in model.parameters())
+        model[0].weight.grad = torch.ones(8, 8)
+        random_state = torch.get_rng_state()
+        costs = layer_costs(model, torch.randn(64, 8, generator=torch.Generator()))
+        assert torch.equal(model[0].weight.grad, torch.ones(8, 8)) and model[1].weight.grad is None
+        assert torch.equal(random_state, torch.get_rng_state())
         return costs
 
     first, second = run_ranks(job, 2)

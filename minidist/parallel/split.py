@@ -6,6 +6,7 @@ under their original names, so that its `state_dict()` is a part of the model's 
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from minidist.comm import collectives as coll
+from minidist.parallel.microbatches import flatten, unflatten
 from minidist.parallel.schedules import Schedule
 
 
@@ -104,33 +106,31 @@ def layer_costs(model: nn.Module, inputs, repeats: int = 3, group=None) -> list[
     """Seconds of each layer's forward and backward on `inputs` (one micro-batch), for `split`.
 
     Collective: rank 0's fastest of `repeats` measurements counts on every rank, because all ranks
-    must cut at the same place. Leaves gradients and random streams as they were.
+    must cut at the same place. Leaves the model and random streams as they were.
     """
     seconds = []
-    grads = {p: p.grad for p in model.parameters()}
     with torch.random.fork_rng():
-        for layer in _named_layers(model).values():
+        for original in _named_layers(model).values():
+            layer = copy.deepcopy(original)  # a backward adds to gradients, a forward to statistics
+            tensors, layout = flatten(inputs)
             best = float("inf")
             for _ in range(repeats):
-                x = inputs.detach()
-                x.requires_grad_(x.is_floating_point())
-                _synchronize(x)
+                leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
+                _synchronize(leaves)
                 start = time.perf_counter()
-                out = layer(x)
-                if out.requires_grad:
-                    out.backward(torch.ones_like(out))
-                _synchronize(x)
+                out = layer(unflatten(leaves, layout))
+                ends = [t for t in flatten(out)[0] if t.requires_grad]
+                torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+                _synchronize(leaves)
                 best = min(best, time.perf_counter() - start)
             seconds.append(best)
             inputs = out
-    for parameter, grad in grads.items():
-        parameter.grad = grad
     return coll.all_gather_object(seconds, group, by="split: layer costs")[0]
 
 
-def _synchronize(tensor):
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
+def _synchronize(tensors):
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
 
 
 def _named_layers(model: nn.Module) -> dict[str, nn.Module]:
