@@ -23,7 +23,7 @@ COMMANDS = {
     "plan": ("minidist.plan.commands", "which layout for which model on which GPUs, and why"),
     "simulate": ("minidist.plan.commands", "predict step times; compare with published ones"),
     "bench": ("minidist.measure.commands", "time our strategies beside torch's own"),
-    "claims": ("minidist.learn.commands", "measure every statement of the course documents"),
+    "claims": ("minidist.learn.claims_commands", "measure every statement of the course documents"),
     "check": ("minidist.learn.exercise_commands", "run the checks of the exercises"),
     "start-exercises": (
         "minidist.learn.exercise_commands",

@@ -9,7 +9,7 @@ into a verdict. Verdicts are never written down: other numbers, other verdict.
     wrong        its core does not hold
 
     >>> from minidist.learn import claims
-    >>> claims.show("a")          # in a notebook: statement, measurement, verdict, in both languages
+    >>> claims.show("a")          # in a notebook: statement, measurement, verdict, both languages
     >>> claims.check("a")         # the same as data
 
 ``minidist claims`` runs them all. Sections are those of the chapter on distributed training, "0"
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 VERDICT_ZH = {"right": "正确", "imprecise": "不够准确", "wrong": "错误"}
 # Where the claims are measured; each module has a list CLAIMS.
-_MODULES = ("claims_data_parallel",)
+_MODULES = ("claims_data_parallel", "claims_sharding", "claims_model_parallel", "claims_advice")
 Numbers = dict[str, float]
 
 
