@@ -120,7 +120,8 @@ def layer_costs(model: nn.Module, inputs, repeats: int = 3, group=None) -> list[
                 start = time.perf_counter()
                 out = layer(unflatten(leaves, layout))
                 ends = [t for t in flatten(out)[0] if t.requires_grad]
-                torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
+                if ends:
+                    torch.autograd.backward(ends, [torch.ones_like(t) for t in ends])
                 _synchronize(leaves)
                 best = min(best, time.perf_counter() - start)
             seconds.append(best)
