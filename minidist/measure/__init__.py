@@ -1,18 +1,17 @@
 """What really happened: memory by kind, bytes by collective, a timeline, benchmarks against torch.
 
-Everything but the three names below is imported from its own module, so that a strategy that calls
-`tag` does not load the rest.
+    with md.measure(model, optimizer) as m:
+        train_step()
+    print(m.memory, m.traffic)
+    m.timeline.save("trace.json")        # https://ui.perfetto.dev
+
+`tag` and `span` are for strategies: what a piece of memory is, what a piece of time was.
 """
 
 from __future__ import annotations
 
 from minidist.measure.memory import tag
+from minidist.measure.meter import measure
 from minidist.measure.timeline import span
 
 __all__ = ["measure", "span", "tag"]
-
-
-def measure(*existing, memory: bool = True, traffic: bool = True, timeline: bool = True):
-    from minidist.measure.meter import measure as open_measurement
-
-    return open_measurement(*existing, memory=memory, traffic=traffic, timeline=timeline)

