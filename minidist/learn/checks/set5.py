@@ -261,7 +261,7 @@ EXERCISES = (
             "host.grad needs the dtype of host (float32), and the shard must keep its own. Use "
             "t.to(host).",
             ("    host.grad = shard.grad.to(host)", "    host.grad = shard.grad"),
-            story="dtype|data type|Float|same type",
+            story="grad_dtype|assigned grad has data of a different type",
         ),
         wrong(
             "freed too late",
