@@ -66,14 +66,15 @@ def parallelize(
     dp: str = "ddp",
     schedule: str = "1f1b",
     microbatches: int | None = None,
-    chunks: int = 1,
+    chunks: int | None = None,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     sequence_parallel: bool = False,
 ) -> Parallel:
     """Spread `model` over a mesh with the axes dp, pp, tp (`md.build_mesh`). Collective.
 
     `dp`: ddp, zero1, zero2, fsdp (= zero3), used inside each dp group. `schedule`, `microbatches`
-    (default: two per stage), `chunks` (parts of the model per rank): as in `md.Pipeline`.
+    (default: two per stage), `chunks` (parts of the model per rank, default: 2 for interleaved and
+    zb-v, else 1): as in `md.Pipeline`.
     `loss_fn`: mean loss of (outputs, targets); default cross-entropy over the last dimension. With
     tp > 1 the model must be the built-in GPT, whose logits are cut by vocabulary, and its own loss
     is used.

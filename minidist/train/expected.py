@@ -182,7 +182,8 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
     # the shards of root and block, counted as gradients, do not exist yet.
     unreduced = root + two * block - (root + (two - 1) * block) / ranks
     reduced_size = 4 if config.masters else size
-    buffers = reduced_size * (unreduced + others * max(root, block))
+    # Their memory is used in turn; between two units the largest is spare, at another moment.
+    buffers = reduced_size * (unreduced + (1 + others) * max(root, block))
     return {"gathered": size * whole, "buffers": buffers}
 
 
