@@ -31,10 +31,12 @@ Numbers = dict[str, float]
 @dataclass(frozen=True)
 class Finding:
     """What a judge made of the numbers. `core`: the statement holds where it matters; `details`:
-    what else it says, each True if that holds. Texts are one line per language, English first."""
+    what else it says, each True if that holds. Texts, English first: `short` for a line of a table,
+    `measured` with everything, `why`."""
 
     core: bool
     details: tuple[bool, ...]
+    short: tuple[str, str]
     measured: tuple[str, str]
     why: tuple[str, str]
 
@@ -51,6 +53,7 @@ class Claim:
 
     id: str
     section: str
+    title: tuple[str, str]
     statement: tuple[str, str]
     measure: Callable[[], Numbers]
     judge: Callable[[Numbers], Finding]
@@ -73,8 +76,12 @@ class Checked:
         return {
             "claim": self.claim.id,
             "section": self.claim.section,
+            "title": self.claim.title[0],
+            "title_zh": self.claim.title[1],
             "statement": self.claim.statement[0],
             "statement_zh": self.claim.statement[1],
+            "short": self.finding.short[0],
+            "short_zh": self.finding.short[1],
             "measured": self.finding.measured[0],
             "measured_zh": self.finding.measured[1],
             "verdict": self.verdict,

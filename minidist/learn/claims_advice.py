@@ -55,6 +55,10 @@ def judge_i(numbers: dict) -> Finding:
     return Finding(
         core=grad_op < 0.8 * full and large[1] < 0.8 * large[0],
         details=(grad_op < hybrid and large[1] < large[2],),  # is it the way to do it?
+        short=(
+            f"copies sent across: {full:.1f} -> {grad_op:.1f}; HYBRID_SHARD {hybrid:.1f}",
+            f"跨节点份数：{full:.1f} → {grad_op:.1f}；HYBRID_SHARD {hybrid:.1f}",
+        ),
         measured=(
             "copies of the parameters sent to other nodes per rank and step, 2 nodes of 2: "
             f"FULL_SHARD {full:.2f}, SHARD_GRAD_OP {grad_op:.2f}, HYBRID_SHARD {hybrid:.2f}; by "
@@ -108,6 +112,12 @@ def judge_j(numbers: dict) -> Finding:
     return Finding(
         core=all(needs[name] for name in many),
         details=(all(needs.values()),),
+        short=(
+            f"{sum(needs[name] for name in many)} of {len(many)} such layouts offload; forced: "
+            f"{numbers['slower']:.2f}x the time",
+            f"{len(many)} 个方案中 {sum(needs[name] for name in many)} 个需要；强制则时间 "
+            f"{numbers['slower']:.2f} 倍",
+        ),
         measured=(
             f"best layout by the planner: {english}; with forced offload 13B on 8 A100 takes "
             f"{numbers['slower']:.1f}x the time",
@@ -125,12 +135,14 @@ def judge_j(numbers: dict) -> Finding:
 CLAIMS = [
     Claim(
         "i", "4.5",
+        ("several nodes: SHARD_GRAD_OP", "多节点用 SHARD_GRAD_OP"),
         ("On several nodes use SHARD_GRAD_OP to communicate less between nodes.",
          "多节点时用 SHARD_GRAD_OP 减少跨节点通信。"),
         measure_i, judge_i,
     ),
     Claim(
         "j", "4.5",
+        ("above 7B: CPU offload", "超过 7B 用 CPU 卸载"),
         ("Above 7B use FSDP with CPU offload.", "超过 7B 用 FSDP + CPU Offload。"),
         measure_j, judge_j,
     ),

@@ -6,6 +6,7 @@ import sys
 from typing import Annotated, Optional
 
 import typer
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table
 
@@ -22,7 +23,7 @@ def claims(
     only: Annotated[
         OptionalText, typer.Option(help="Only these, e.g. a,c,m.", show_default="all")
     ] = None,
-    why: Annotated[bool, typer.Option(help="Also why, for each claim.")] = False,
+    why: Annotated[bool, typer.Option(help="The whole statements and findings, and why.")] = False,
     zh: Annotated[bool, typer.Option("--zh", help="In Chinese.")] = False,
     json_file: Annotated[OptionalText, typer.Option("--json", help="Write the rows here.")] = None,
 ) -> int:
@@ -46,7 +47,9 @@ def claims(
     for name in sorted(set(wanted)):
         with waiting.status(f"measuring claim {name}"):
             rows.append(_row(name))
-    Console(file=sys.stdout, highlight=False).print(_table(rows, why, zh))
+    Console(file=sys.stdout, highlight=False).print(
+        _lines(rows, zh) if not why else _table(rows, zh), soft_wrap=not why
+    )
     if json_file is not None:
         write_json(json_file, document(rows))
     return 1 if any(row["verdict"] == "not measured" for row in rows) else 0
@@ -60,26 +63,46 @@ def _row(name: str) -> dict:
         claim, line = register.get(name), str(error).partition("\n")[0]
         return {
             "claim": claim.id, "section": claim.section, "statement": claim.statement[0],
-            "statement_zh": claim.statement[1], "measured": line, "measured_zh": line,
+            "statement_zh": claim.statement[1], "title": claim.title[0],
+            "title_zh": claim.title[1], "short": line, "short_zh": line,
+            "measured": line, "measured_zh": line,
             "verdict": "not measured", "why": line, "why_zh": line, "numbers": {},
         }  # fmt: skip
 
 
-def _table(rows: list[dict], why: bool, zh: bool) -> Table:
+def _lines(rows: list[dict], zh: bool) -> str:
+    """One line per claim, however narrow the terminal."""
+    end = "_zh" if zh else ""
+    cells = [
+        (row["claim"], row["section"], row["title" + end], row["short" + end], _verdict(row, zh))
+        for row in rows
+    ]
+    if zh:
+        cells.insert(0, ("", "节", "文档的说法", "实测", "结论"))
+    else:
+        cells.insert(0, ("", "section", "the document says", "measured now", "verdict"))
+    widths = [max(cell_len(line[i]) for line in cells) for i in range(4)]
+    return "\n".join(
+        "  ".join([*map(set_cell_size, line[:4], widths), line[4]]).rstrip() for line in cells
+    )
+
+
+def _table(rows: list[dict], zh: bool) -> Table:
     end = "_zh" if zh else ""
     heads = ("", "节", "文档的说法", "实测", "结论", "原因") if zh else (
         "", "section", "the document says", "measured now", "verdict", "why",
     )  # fmt: skip
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 1, 0))
     for head, ratio in zip(heads, (None, None, 3, 5, None, 5), strict=True):
-        if head != heads[5] or why:
-            table.add_column(head, ratio=ratio)
-    words = {**register.VERDICT_ZH, "not measured": "未能测量"}
+        table.add_column(head, ratio=ratio)
     for row in rows:
-        verdict = words[row["verdict"]] if zh else row["verdict"]
-        cells = [
+        table.add_row(
             row["claim"], row["section"], row["statement" + end], row["measured" + end],
-            f"[{COLORS[row['verdict']]}]{verdict}[/]",
-        ]  # fmt: skip
-        table.add_row(*cells, *([row["why" + end]] if why else []))
+            _verdict(row, zh), row["why" + end],
+        )  # fmt: skip
     return table
+
+
+def _verdict(row: dict, zh: bool) -> str:
+    words = {**register.VERDICT_ZH, "not measured": "未能测量"}
+    return f"[{COLORS[row['verdict']]}]{words[row['verdict']] if zh else row['verdict']}[/]"

@@ -65,6 +65,10 @@ def judge_a(numbers: dict) -> Finding:
     return Finding(
         core=all(abs(limit - 2) < 0.02 for limit in limits),
         details=(once,),
+        short=(
+            f"{sent[2]:.2f}x with 2 ranks, {sent[8]:.2f}x with 8, {sent[1024]:.2f}x with 1024",
+            f"2 个 rank {sent[2]:.2f} 倍，8 个 {sent[8]:.2f} 倍，1024 个 {sent[1024]:.2f} 倍",
+        ),
         measured=(
             f"elements sent per rank and parameter {parts}",
             f"每个 rank 每个参数发送的元素数 {zh}",
@@ -143,6 +147,10 @@ def judge_n(numbers: dict) -> Finding:
     return Finding(
         core=abs(sgd - 1) < 0.15,
         details=(abs(adam - 1) < 0.15,),
+        short=(
+            f"batch^{sgd:.1f} for SGD, batch^{adam:.1f} for Adam",
+            f"SGD {sgd:.1f} 次方，Adam {adam:.1f} 次方",
+        ),
         measured=(
             f"learning rate must grow as batch^{sgd:.1f} for SGD, batch^{adam:.1f} for Adam; "
             f"norm of DDP's gradient / single process {ratio:.4f} (4 ranks)",
@@ -162,6 +170,7 @@ CLAIMS = [
     Claim(
         "a",
         "2.2",
+        ("DDP sends 2x the parameters", "DDP 通信 2 倍参数量"),
         (
             "DDP communicates twice the number of parameters per step.",
             "DDP 每步的通信量是参数量的 2 倍。",
@@ -172,6 +181,7 @@ CLAIMS = [
     Claim(
         "n",
         "2.2, 0",
+        ("learning rate linear in the batch", "学习率随 batch 线性"),
         (
             "The learning rate must be scaled linearly with the global batch.",
             "全局 batch 变大时，学习率要线性放大。",

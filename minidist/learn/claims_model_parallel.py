@@ -65,6 +65,12 @@ def judge_d(numbers: dict) -> Finding:
     return Finding(
         core=many[1] > 1.5 * many[0],  # tensor parallel, usual batch
         details=(few[1] > few[0], many[2] > many[0]),  # any batch; pipeline parallel, too
+        short=(
+            f"DP / TP / PP {few[0]:.0f} / {few[1]:.0f} / {few[2]:.0f}k at {tokens[0]:.0f}h tokens, "
+            f"{many[0]:.0f} / {many[1]:.0f} / {many[2]:.0f}k at {tokens[1]:.0f}h",
+            f"DP / TP / PP {few[0]:.0f} / {few[1]:.0f} / {few[2]:.0f}k（{tokens[0]:.0f}h 个 "
+            f"token），{many[0]:.0f} / {many[1]:.0f} / {many[2]:.0f}k（{tokens[1]:.0f}h 个）",
+        ),
         measured=(
             f"thousand elements sent per step by the busiest of 4 ranks, DP / TP / PP: "
             f"{few[0]:.0f} / {few[1]:.0f} / {few[2]:.0f} with {tokens[0]:.0f}h tokens per step, "
@@ -128,6 +134,11 @@ def judge_e(numbers: dict) -> Finding:
         # "Each card computes part of the hidden state": its part, finished.
         core=width < 1 and off < 1e-4,
         details=(numbers["column_concat_error"] < 1e-4, numbers["gathers"] > 0),
+        short=(
+            f"{width:.0%} of the features, off by {off:.0%}; their sum "
+            f"by {numbers['row_sum_error']:.0e}",
+            f"{width:.0%} 的特征，误差 {off:.0%}；求和后 {numbers['row_sum_error']:.0e}",
+        ),
         measured=(
             f"row: every rank's result has {width:.0%} of the features and is off by {off:.0%}, "
             f"the sum over ranks by {numbers['row_sum_error']:.0e}; column: "
@@ -175,6 +186,11 @@ def judge_f(numbers: dict) -> Finding:
     return Finding(
         core=many < 0.5 * few,
         details=(layers < 0.9 * few,),
+        short=(
+            f"{few:.0%}; 8x micro-batches {many:.0%}; 4x layers {layers:.0%}; 2x "
+            f"stages {stages:.0%}",
+            f"{few:.0%}；8 倍微批次 {many:.0%}；4 倍层数 {layers:.0%}；2 倍阶段 {stages:.0%}",
+        ),
         measured=(
             f"idle / busy time, 4 stages: {few:.0%} with 4 micro-batches, {many:.0%} with 32; with "
             f"4 times the layers {layers:.0%}; with 8 stages {stages:.0%}; interleaved {inter:.0%}",
@@ -218,6 +234,11 @@ def judge_m(numbers: dict) -> Finding:
     return Finding(
         core=held[1] < held[0] and saving > 1.2,
         details=(abs(bubbles[0] - bubbles[1]) < 1e-9,),
+        short=(
+            f"bubble {bubbles[0]:.1%} and {bubbles[1]:.1%}; in flight {held[0]:.0f} and "
+            f"{held[1]:.0f}",
+            f"气泡 {bubbles[0]:.1%} 与 {bubbles[1]:.1%}；在途 {held[0]:.0f} 与 {held[1]:.0f}",
+        ),
         measured=(
             f"4 stages, 8 micro-batches: bubble GPipe {bubbles[0]:.1%}, 1F1B {bubbles[1]:.1%}; in "
             f"flight {held[0]:.0f} and {held[1]:.0f}; activations on rank 0 of 2 real ranks, GPipe "
@@ -278,6 +299,10 @@ def judge_k(numbers: dict) -> Finding:
     return Finding(
         core=uneven < 0.02 and tp < 0.01,
         details=(),
+        short=(
+            f"bubble {tp:.0%}, but waits for all-reduces {waits:.0%} of a step (8B, 8 H100)",
+            f"气泡 {tp:.0%}，但一步的 {waits:.0%} 在等 all-reduce（8B，8 张 H100）",
+        ),
         measured=(
             f"4 ranks: FLOPs differ by {uneven:.0%}, {calls:.1f} all-reduces per layer, compute "
             f"waits for {exposed:.0%} of their time or more; simulated 8B on 8 H100: bubble "
@@ -298,12 +323,14 @@ def judge_k(numbers: dict) -> Finding:
 CLAIMS = [
     Claim(
         "d", "0",
+        ("model parallel sends more than DP", "模型并行通信更多"),
         ("Model parallelism communicates much more than data parallelism.",
          "模型并行的通信量比数据并行大得多。"),
         measure_d, judge_d,
     ),
     Claim(
         "e", "3.1",
+        ("row cut: part of the hidden state", "行并行算部分 hidden state"),
         ("Row parallel: split by rows, each card computes part of the hidden state. Column "
          "parallel: the outputs are concatenated.",
          "行并行：按行切分，每卡算出部分 hidden state；列并行：各卡的输出拼接起来。"),
@@ -311,17 +338,20 @@ CLAIMS = [
     ),
     Claim(
         "f", "3.2",
+        ("more layers, smaller bubble", "层数越多气泡越小"),
         ("The more layers or micro-batches, the smaller the pipeline bubble.",
          "层数或微批次越多，流水线气泡越小。"),
         measure_f, judge_f,
     ),
     Claim(
         "k", "3.3",
+        ("tensor parallel: no bubble", "张量并行无气泡"),
         ("Tensor parallel has no bubble.", "张量并行没有气泡。"),
         measure_k, judge_k,
     ),
     Claim(
         "m", "3.2",
+        ("1F1B: less memory, same bubble", "1F1B 省显存、气泡相同"),
         ("1F1B saves memory against GPipe, with the same bubble.",
          "与 GPipe 相比，1F1B 省显存，气泡相同。"),
         measure_m, judge_m,

@@ -58,6 +58,12 @@ def judge_b(numbers: dict) -> Finding:
             saving(1, 8) > 0.9 * 4 and saving(2, 8) > 0.9 * 8,  # also on one machine
             abs(traffic - 1 - 1.5) < 0.1,  # "+1.5x" read as it stands
         ),
+        short=(
+            f"N=8: {saving(1, 8):.1f}, {saving(2, 8):.1f}, {saving(3, 8):.1f}x; stage 3 "
+            f"sends {traffic - 1:+.0%}",
+            f"N=8：{saving(1, 8):.1f}、{saving(2, 8):.1f}、{saving(3, 8):.1f} 倍；"
+            f"阶段 3 通信 {traffic - 1:+.0%}",
+        ),
         measured=(
             f"saving of stages 1, 2, 3 with N=8: {listed[0]}; N=64: {listed[1]}; N=1024: "
             f"{listed[2]}; traffic of stage 3 / DDP {traffic:.2f}",
@@ -94,6 +100,10 @@ def judge_c(numbers: dict) -> Finding:
     return Finding(
         core=falls,
         details=(full[1] / full[0] < 0.25,),
+        short=(
+            f"{grad_op[0]:.2f} with 8 ranks, {grad_op[1]:.2f} with 64; FULL_SHARD {full[1]:.2f}",
+            f"8 个 rank {grad_op[0]:.2f}，64 个 {grad_op[1]:.2f}；FULL_SHARD {full[1]:.2f}",
+        ),
         measured=(
             f"memory of model states / DDP, N=8 and 64: SHARD_GRAD_OP {grad_op[0]:.3f} and "
             f"{grad_op[1]:.3f}, FULL_SHARD {full[0]:.3f} and {full[1]:.3f}",
@@ -161,6 +171,11 @@ def judge_g(numbers: dict) -> Finding:
     return Finding(
         core=early == 1 and without == 0,
         details=(descending == 1,),
+        short=(
+            f"{early:.0%} early with prefetch, {without:.0%} without; {extra:.1f} more unit "
+            "in memory",
+            f"预取时 {early:.0%} 提前，不预取 {without:.0%}；多占 {extra:.1f} 个单元",
+        ),
         measured=(
             f"gathers begun while the layer before them still ran backward: {early:.0%} with "
             f"prefetch, {without:.0%} without; order of layers {order[0]}; {extra:.1f} more unit "
@@ -235,6 +250,10 @@ def judge_h(numbers: dict) -> Finding:
             gathered < 0.01 and numbers["device_activations"] < 0.01,  # "only gradients"
             gradients < 0.1,  # and they rest there
         ),
+        short=(
+            f"also {gathered:.0%} of parameters; {gradients:.0%} of gradient shards go to the host",
+            f"还有 {gathered:.0%} 的参数；梯度分片 {gradients:.0%} 送到主机",
+        ),
         measured=(
             f"in host memory: {states[0]:.0%} of the rank's optimizer states, {states[1]:.0%} of "
             f"its parameters and {gradients:.0%} of its gradient shard; on the device at times: "
@@ -263,6 +282,10 @@ def judge_l(numbers: dict) -> Finding:
         # What decides the memory of the device: 4 bytes per 16-bit parameter, or 2.
         core=kept > 0.9,
         details=(abs(states - 1) < 0.1,),
+        short=(
+            f"{kept:.0%} of gradients stay; {gradients:.0%} of their shards are on the host",
+            f"留下 {kept:.0%} 的梯度；其分片 {gradients:.0%} 在主机",
+        ),
         measured=(
             f"after backward {kept:.0%} of the gradients are left beside the parameters; in host "
             f"memory {gradients:.0%} of the rank's shard of them, {states:.0%} of its states. "
@@ -284,17 +307,20 @@ def judge_l(numbers: dict) -> Finding:
 CLAIMS = [
     Claim(
         "b", "5.2",
+        ("ZeRO saves 4x, 8x, Nx", "ZeRO 省 4 倍、8 倍、N 倍"),
         ("ZeRO-1 saves 4x, ZeRO-2 8x, ZeRO-3 in proportion to N, for +1.5x communication.",
          "ZeRO-1 省 4 倍，ZeRO-2 省 8 倍，ZeRO-3 与卡数成正比，通信量 +1.5 倍。"),
         measure_b, judge_b,
     ),
     Claim(
         "c", "4.2",
+        ("SHARD_GRAD_OP: memory 1/N", "SHARD_GRAD_OP 显存 1/N"),
         ("SHARD_GRAD_OP needs about 1/N of DDP's memory.", "SHARD_GRAD_OP 的显存约为 DDP 的 1/N。"),
         measure_c, judge_c,
     ),
     Claim(
         "g", "4.4",
+        ("backward prefetch: next layer", "反向预取下一层"),
         ("Backward prefetch: while one layer runs backward, the next layer's parameters are "
          "gathered.",
          "反向预取：当前层反向时，提前收集下一层的参数。"),
@@ -302,6 +328,7 @@ CLAIMS = [
     ),
     Claim(
         "h", "5.4",
+        ("ZeRO-3 offload: only gradients on GPU", "ZeRO-3 卸载：GPU 只放梯度"),
         ("ZeRO-3 + offload: states and parameters on the CPU, only gradients on the GPU for a "
          "time.",
          "ZeRO-3 + Offload：优化器状态和参数在 CPU，GPU 上只临时放梯度。"),
@@ -309,6 +336,7 @@ CLAIMS = [
     ),
     Claim(
         "l", "5.4",
+        ("ZeRO-2 offload: gradients on GPU", "ZeRO-2 卸载：梯度在 GPU"),
         ("ZeRO-2 + offload: states on the CPU, gradients and parameters on the GPU.",
          "ZeRO-2 + Offload：优化器状态在 CPU，梯度和参数在 GPU。"),
         measure_l, judge_l,
