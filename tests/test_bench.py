@@ -51,6 +51,26 @@ def test_ratio_is_of_medians_per_round_then_median_over_rounds():
     assert set(row["peers"]) == {"fast", "slow"}
 
 
+def test_remarks_say_what_the_table_does_not():
+    outcomes = {
+        "minidist": outcome("ours", [[3.0]], peak_bytes=120),
+        "torch": outcome("peer", [[2.0]], peak_bytes=100),
+        "absent": Outcome("peer", skipped="not installed"),
+    }
+    row = bench.summarise("ddp", 2, outcomes, goal=1.0)
+    row["other_load"] = 1.5
+    assert bench_report.remarks([row]) == [
+        "ddp, 2 ranks: absent left out: not installed",
+        "Other programs kept up to 1.5 cores busy meanwhile: trust only the ratios, and the CPU "
+        "ratio most.",
+        "ddp, 2 ranks: needs 20% more memory than torch.",
+        "Goal missed by ddp at 2 ranks.",
+    ]
+    row.update(met=True, other_load=0.0, skipped={}, ours_peak_bytes=100)
+    assert bench_report.remarks([row]) == ["All 1 goals are met."]
+    assert bench_report.line(row) == "ddp, 2 ranks: 3000.0 ms, 1.50 of torch"
+
+
 def test_a_row_without_peers():
     row = bench.summarise("ddp", 2, {"minidist": outcome("ours", [[1.0]])}, goal=0.9)
     assert row["ratio_to_best_peer"] is row["met"] is row["best_peer"] is None

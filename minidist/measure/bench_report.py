@@ -49,6 +49,13 @@ def remarks(rows: list[dict]) -> list[str]:
             f"Other programs kept up to {load:.1f} cores busy meanwhile: trust only the ratios, "
             "and the CPU ratio most."
         )
+    for row in rows:
+        ours, theirs = row["ours_peak_bytes"], row["best_peer_peak_bytes"]
+        if ours is not None and theirs is not None and ours > 1.01 * theirs:
+            words.append(
+                f"{row['name']}, {row['world']} ranks: needs {ours / theirs - 1:.0%} more memory than "
+                f"{row['best_peer']}."
+            )
     judged = [row for row in rows if row["met"] is not None]
     missed = [f"{r['name']} at {r['world']} ranks" for r in judged if not r["met"]]
     if missed:
