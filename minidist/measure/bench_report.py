@@ -53,8 +53,8 @@ def remarks(rows: list[dict]) -> list[str]:
         ours, theirs = row["ours_peak_bytes"], row["best_peer_peak_bytes"]
         if ours is not None and theirs is not None and ours > 1.01 * theirs:
             words.append(
-                f"{row['name']}, {row['world']} ranks: needs {ours / theirs - 1:.0%} more memory than "
-                f"{row['best_peer']}."
+                f"{row['name']}, {row['world']} ranks: needs {ours / theirs - 1:.0%} more memory "
+                f"than {row['best_peer']}."
             )
     judged = [row for row in rows if row["met"] is not None]
     missed = [f"{r['name']} at {r['world']} ranks" for r in judged if not r["met"]]
