@@ -310,6 +310,11 @@ class ZeroOptimizer(Optimizer):
             ))  # fmt: skip
         for gather in gathers:
             gather.wait()
+        # Not kept through the next forward: its end, with all activations, is the moment of most
+        # memory. (The allocator has the pages ready when backward asks again.)
+        self._free_grads.clear()
+        self._lanes = [None] * len(self._lanes)
+        self._scratch = [None] * len(self._lanes)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
