@@ -20,7 +20,7 @@ Autograd runs strictly backwards in time, so when the output of an earlier unit 
 everything that ran later is done: that ends it. Neither depends on which parameters were used, so
 all ranks send the same things in the same order whatever their data.
 
-Chapter 5; document 4 and 5.2; Rajbhandari et al. 2020, "ZeRO", section 5.3; Zhao et al. 2023,
+Chapter 4; document 4 and 5.2; Rajbhandari et al. 2020, "ZeRO", section 5.3; Zhao et al. 2023,
 "PyTorch FSDP". What a unit holds is in `fsdp_unit.py`, the division into units in `fsdp_init.py`,
 saving and loading in `fsdp_state.py`.
 """
