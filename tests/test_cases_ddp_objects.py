@@ -1,4 +1,4 @@
-"""Public bug reports about DDP as tests (case list, B..): saving, copies, compilation, precision, agreement.
+"""Public bug reports about DDP as tests (case list, B..): saving, copying, precision, agreement.
 
 Each test says what a wrong implementation gives. World 2 unless the case names others.
 """
