@@ -2,11 +2,16 @@
 #   make demo    the main job: every strategy trains the same small GPT, and shows what it costs
 #   make test    the tests
 #   make learn   JupyterLab in chapters/
+#   make bench   our strategies timed beside torch's own
+#   make lint    what continuous integration checks before the tests
+#   make format  let ruff mend what it can
+#   make clean   remove .venv and out/
+#   make exercises   write exercises/ from solutions/
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup demo test learn bench lint format clean
+.PHONY: help setup demo test learn exercises bench lint format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -31,6 +36,9 @@ test: $(READY)
 
 learn: $(READY)
 	$(BIN)/python -m minidist learn
+
+exercises: $(READY)
+	$(BIN)/python -m minidist.learn.strip
 
 bench: $(READY)
 	$(BIN)/python -m minidist bench

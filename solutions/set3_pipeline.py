@@ -98,7 +98,7 @@ def bubble(schedule, stages, m):
     # BEGIN HINT 3.10
     # gpipe、1f1b：(stages - 1) / (m + stages - 1)；naive：任何时候只有一个阶段在工作，(stages
     # - 1) / stages。在途：gpipe 是 m，naive 是 1，1f1b 是预热的个数加 1：min(m, stages -
-    # stage)。
+    #   stage)。
     #
     # gpipe, 1f1b: (stages - 1) / (m + stages - 1); naive: one stage works at any time,
     # (stages - 1) / stages. In flight: m for gpipe, 1 for naive, and for 1f1b the warm-up plus one:
@@ -208,7 +208,7 @@ def train_pipeline(model, batches, loss_fn, lr, m):
     activations have the shape (rows of a micro-batch, seq, model.config.width).
     """
     # BEGIN HINT 3.12
-    # loss = run_stage(...)；t = torch.tensor(loss or 0.0)；dist.broadcast(t, n - 1)；
+    # 广播损失：loss = run_stage(...)；t = torch.tensor(loss or 0.0)；dist.broadcast(t, n - 1)；
     # losses.append(t.item())。
     #
     # loss = run_stage(...); t = torch.tensor(loss or 0.0); dist.broadcast(t, n - 1);

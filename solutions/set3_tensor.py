@@ -104,8 +104,8 @@ class ColumnLinear(nn.Module):
     """
 
     # BEGIN HINT 3.2
-    # full.weight.detach().chunk(n, 0)[rank].clone()；forward：F.linear(f(x), self.weight,
-    # self.bias)。
+    # 自己的那份：full.weight.detach().chunk(n, 0)[rank].clone()；forward：F.linear(f(x),
+    # self.weight, self.bias)。
     #
     # full.weight.detach().chunk(n, 0)[rank].clone(); forward:
     # F.linear(f(x), self.weight, self.bias).
@@ -265,8 +265,8 @@ def vocab_cross_entropy(logits, targets):
     that do not own the target contribute 0.
     """
     # BEGIN HINT 3.6
-    # top = logits.detach().amax(1)，dist.all_reduce(top, op=dist.ReduceOp.MAX)。local =
-    # targets - rank * size；mine = (local >= 0) & (local < size)；hit = z.gather(1,
+    # 先求最大值：top = logits.detach().amax(1)，dist.all_reduce(top, op=dist.ReduceOp.MAX)。
+    # local = targets - rank * size；mine = (local >= 0) & (local < size)；hit = z.gather(1,
     # local.clamp(0, size - 1)[:, None])[:, 0] * mine。
     #
     # top = logits.detach().amax(1), dist.all_reduce(top, op=dist.ReduceOp.MAX).
@@ -305,7 +305,7 @@ def tensor_parallel(model):
     stay whole on every rank; if f and g are in place their gradients agree.
     """
     # BEGIN HINT 3.7
-    # lm.weight = nn.Parameter(lm.weight.detach().chunk(n, 0)[rank].clone())。
+    # 输出层：lm.weight = nn.Parameter(lm.weight.detach().chunk(n, 0)[rank].clone())。
     #
     # lm.weight = nn.Parameter(lm.weight.detach().chunk(n, 0)[rank].clone()).
     # END HINT

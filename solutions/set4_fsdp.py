@@ -164,7 +164,7 @@ def forward(unit, x):
     unit.module(x) does not. Hint: three lines and a return.
     """
     # BEGIN HINT 4.3
-    # unit.gather()；y = unit.compute(x)；unit.free()；return y。
+    # 依次写：unit.gather()；y = unit.compute(x)；unit.free()；return y。
     #
     # unit.gather(); y = unit.compute(x); unit.free(); return y.
     # END HINT

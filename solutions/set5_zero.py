@@ -122,7 +122,8 @@ def reduce_and_free(parameters, shard):
     twice as much, and every rank holds the whole mean gradient.
     """
     # BEGIN HINT 5.3
-    # mine = torch.empty_like(shard)；coll.reduce_scatter(mine.detach(), flat, "mean")。
+    # 先建好自己的一段：mine = torch.empty_like(shard.detach())；再 coll.reduce_scatter(mine,
+    # flat, "mean")。
     #
     # mine = torch.empty_like(shard.detach()); coll.reduce_scatter(mine, flat, "mean").
     # END HINT
@@ -154,8 +155,8 @@ def step_with_masters(parameters, master, optimizer):
     parameters.
     """
     # BEGIN HINT 5.4
-    # flatten(...).float()；flat = torch.empty(n * master.numel(), dtype=torch.bfloat16)；
-    # coll.all_gather(flat, master.detach().bfloat16())。
+    # 梯度先转换：flatten(...).float()；收集时：flat = torch.empty(n * master.numel(),
+    # dtype=torch.bfloat16)；coll.all_gather(flat, master.detach().bfloat16())。
     #
     # flatten(...).float(); flat = torch.empty(n * master.numel(), dtype=torch.bfloat16);
     # coll.all_gather(flat, master.detach().bfloat16()).

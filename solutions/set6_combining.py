@@ -148,10 +148,10 @@ def train_2d(model, batches, lr):
     the mean over the dp group.
     """
     # BEGIN HINT 6.5
-    # i_dp, _, i_tp = coordinates(rank, 2, 1, 2)；x = inputs.chunk(2)[i_dp]；
+    # 坐标与数据：i_dp, _, _ = coordinates(rank, 2, 1, 2)；x = inputs.chunk(2)[i_dp]；
     # dist.all_reduce(p.grad, group=dp_group)；p.grad /= 2。
     #
-    # i_dp, _, i_tp = coordinates(rank, 2, 1, 2); x = inputs.chunk(2)[i_dp];
+    # i_dp, _, _ = coordinates(rank, 2, 1, 2); x = inputs.chunk(2)[i_dp];
     # dist.all_reduce(p.grad, group=dp_group); p.grad /= 2.
     # END HINT
     # BEGIN SOLUTION 6.5

@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import sys
+import threading
 import types
 import warnings
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def attempt(identifier: str, code: Code, solution: Code, others: dict[str, tuple
     `others`: number -> names of the other exercises in the same file; those not written yet are
     taken from `solution`, so that exercises can be done in any order.
     """
-    process = os.getpid()
+    process, folder = os.getpid(), os.getcwd()
     try:
         _limit_memory()
         _fresh()
@@ -70,14 +71,18 @@ def attempt(identifier: str, code: Code, solution: Code, others: dict[str, tuple
     finally:
         if os.getpid() != process:  # the learner's code has forked: there must be one answer
             os._exit(0)
+        os.chdir(folder)
 
 
 def _attempt(identifier, code, solution, others) -> Attempt:
+    import torch.distributed as dist
+
     from minidist.learn.checks import exercise, run_of
     from minidist.learn.spy import Spy
 
     run = run_of(exercise(identifier))
     spy = Spy()
+    threads = threading.active_count()
     borrowed: list[str] = []
     try:
         warnings.simplefilter("ignore")  # torch's, which are no output of the learner's
@@ -92,7 +97,8 @@ def _attempt(identifier, code, solution, others) -> Attempt:
         if NOT_WRITTEN not in str(error):
             raise
         return Attempt(unwritten=True, dirty=bool(spy.events))
-    return Attempt(plain(value), borrowed=tuple(borrowed), dirty=spy.unfinished)
+    dirty = spy.unfinished or threading.active_count() > threads or not dist.is_initialized()
+    return Attempt(plain(value), borrowed=tuple(borrowed), dirty=dirty)
 
 
 def load(code: Code, name: str = "mine") -> dict[str, Any]:
@@ -110,7 +116,8 @@ def load(code: Code, name: str = "mine") -> dict[str, Any]:
 
 
 def _stand_in(mine: dict, solution: Code, identifier: str, others, borrowed: list[str]) -> None:
-    if "_module" not in mine:  # functions of a notebook come with everything they use
+    if "_module" not in mine:
+        _complete(mine, load(solution, "ours"))
         return
     written = {}
     for number, names in others.items():
@@ -127,6 +134,16 @@ def _stand_in(mine: dict, solution: Code, identifier: str, others, borrowed: lis
             setattr(mine["_module"], name, ours[name])
     # And the other way: where ours calls what the learner has written, it is the learner's.
     vars(ours["_module"]).update(written)
+
+
+def _complete(mine: dict, ours: dict) -> None:
+    """Functions of a notebook bring along what they use of it; what is not there is ours."""
+    for value in list(mine.values()):
+        methods = vars(value).values() if isinstance(value, type) else [value]
+        for function in methods:
+            function = getattr(function, "__func__", function)  # a static method
+            for name, our in ours.items():
+                getattr(function, "__globals__", {}).setdefault(name, our)
 
 
 def _unwritten(value: Any, number: str) -> bool:
@@ -165,6 +182,7 @@ def _fresh() -> None:
     np.random.seed(0)
     random.seed(0)
     torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
     torch.set_grad_enabled(True)
     ledger.reset()
     worker.state.clear()

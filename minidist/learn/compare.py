@@ -37,9 +37,10 @@ def difference(got: list, want: list, tolerance: float) -> Difference | None:
         return None
     where, got_text, want_text, zh, en = found[wrong[0]]
     right = [rank for rank in range(len(want)) if rank not in wrong]
-    if right and not zh:
+    if right:
         ranks = ", ".join(map(str, right))
-        zh, en = f"rank {ranks} 上的结果是对的。", f"On rank {ranks} the result is right."
+        zh = f"rank {ranks} 上的结果是对的。{zh}"
+        en = f"On rank {ranks} the result is right. {en}".rstrip()
     return Difference(wrong[0], where, got_text, want_text, zh, en)
 
 
@@ -125,6 +126,8 @@ def _factor(got: list[float], want: list[float]) -> tuple[str, str]:
     if not pairs:
         return "", ""
     factor = pairs[0][0] / pairs[0][1]
+    if len(pairs) == 1 and min(abs(f - round(f)) for f in (factor, 1 / (factor or 1))) > 1e-3:
+        return "", ""  # any number is some factor of another
     if all(abs(g - factor * w) <= 1e-3 * abs(w) for g, w in pairs):
         if abs(factor) < 1e-6:
             return "结果全是 0。", "Everything is zero."

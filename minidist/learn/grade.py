@@ -150,11 +150,10 @@ class Grader:
         return None
 
     def _failed(self, check: Exercise, story: Story) -> Verdict:
+        status = TIMEOUT if story.kind in ("deadlock", "timeout") else FAILED
         for wrong in check.wrongs:
             if wrong.story and re.search(wrong.story, story.text, re.DOTALL):
-                status = FAILED
                 return Verdict(check.id, status, wrong.zh, wrong.en, wrong.name, story.facts)
-        status = TIMEOUT if story.kind in ("deadlock", "timeout") else FAILED
         return Verdict(check.id, status, story.zh, story.en, None, story.facts)
 
     # --------------------------------------------------------------------------------- running
@@ -171,15 +170,21 @@ class Grader:
     def _known(self, check: Exercise, name: str, code: Code) -> list:
         key = check.id, name
         if key not in self._results:
-            ranks = _standing(self._trusted, check.world)
-            answers = ranks.run(
-                rank_side.attempt, check.id, code, code, names(check.id),
-                timeout=4 * check.seconds, on_output=lambda *_: None,
-            )  # fmt: skip
-            if any(a.dirty for a in answers):  # a wrong answer that does not wait, for one
-                ranks.kill()
-            self._results[key] = [a.value for a in answers]
+            try:
+                self._results[key] = self._run_trusted(check, code)
+            except RankFailure:  # a learner's code can end all processes of this user
+                self._results[key] = self._run_trusted(check, code)
         return self._results[key]
+
+    def _run_trusted(self, check: Exercise, code: Code) -> list:
+        ranks = _standing(self._trusted, check.world)
+        answers = ranks.run(
+            rank_side.attempt, check.id, code, code, names(check.id),
+            timeout=4 * check.seconds, on_output=lambda *_: None,
+        )  # fmt: skip
+        if any(a.dirty for a in answers):  # a wrong answer that does not wait, for one
+            ranks.kill()
+        return [a.value for a in answers]
 
     def _run_learners(self, check: Exercise, code: Code, limit: float, printed) -> list[Attempt]:
         def keep(rank: int, stream: str, line: str) -> None:

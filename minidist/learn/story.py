@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 
-from minidist.comm.failure import RankFailure
+from minidist.comm.failure import RankFailure, is_library
 
 _PLACE = re.compile(r" at (?P<file>[^:\n]+):(?P<line>\d+)(?:: (?P<code>[^\n]*?))?(?:  \[.*)?$")
 _USER_FRAME = re.compile(
@@ -66,6 +66,9 @@ _EXPLAINED = (
 def tell(failure: RankFailure, file: str, seconds: float) -> Story:
     """The story of a failed check. `file`: the learner's, whose lines are shown."""
     text = str(failure)
+    if text.startswith("not finished") and _all_wait(failure):
+        # On a busy machine the time limit can come before the deadlock is certain.
+        text = f"deadlock: {text}"
     if text.startswith("deadlock"):
         return Story(
             "deadlock",
@@ -137,17 +140,20 @@ def _error(failure: RankFailure, file: str, words: str) -> Story:
 def _user_line(failure: RankFailure, file: str) -> tuple[str, ...]:
     """The line of the learner's code that raised, deepest first."""
     found = [m for m in _USER_FRAME.finditer(failure.traceback + "\n") if m["file"] == file]
-    if not found and file:
-        return ()
     if not found:  # a notebook: the last frame outside of libraries is a cell
-        found = [
-            m for m in _USER_FRAME.finditer(str(failure) + "\n") if "minidist" not in m["file"]
-        ]
+        frames = _USER_FRAME.finditer(failure.traceback + "\n")
+        found = [m for m in frames if not is_library(m["file"])]
     if not found:
         return ()
     m = found[-1]
     code = f": {_shorten(m['code'].strip())}" if m["code"] else ""
     return (f"{os.path.basename(m['file'])}:{m['line']}{code}",)
+
+
+def _all_wait(failure: RankFailure) -> bool:
+    words = failure.states.values()
+    waiting = [w for w in words if w.startswith("waiting")]
+    return bool(waiting) and all(w.startswith(("waiting", "finished")) for w in words)
 
 
 def _states(failure: RankFailure) -> tuple[str, ...]:
