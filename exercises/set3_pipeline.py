@@ -22,12 +22,14 @@ def naive_order(m):
 
     两个函数，各返回一个阶段的动作列表（这两种调度里，每个阶段的列表都一样）。naive_order(m)：
     一个微批次的前向和反向都做完，才轮到下一个。gpipe_order(m)：先做完所有前向，再做所有反向，
-    都按微批次 0, 1, ..., m - 1 的顺序。提示：列表里一共有 2 * m 个动作。
+    都按微批次 0, 1, ..., m - 1 的顺序。
+    提示：列表里一共有 2 * m 个动作。
 
     Two functions; each returns the list of actions of a stage (with these two schedules it is the
     same for all stages). naive_order(m): forward and backward of one micro-batch are finished
     before the next one begins. gpipe_order(m): first all forwards, then all backwards, both in the
-    order 0, 1, ..., m - 1. Hint: there are 2 * m actions in the list.
+    order 0, 1, ..., m - 1.
+    Hint: there are 2 * m actions in the list.
     """
     # TODO 3.8: 在这里写你的代码 | your code here
     raise NotImplementedError("3.8 还没有写 | not written yet")
@@ -45,13 +47,15 @@ def one_f_one_b(stage, stages, m):
     返回第 stage 个阶段（从 0 数，共 stages 个）在 1F1B 调度下的动作列表。预热：先做 stages -
     stage - 1 个前向（m 更小时就是 m 个）。稳定期：一个前向、一个反向，交替进行，直到前向做完。
     收尾：做完剩下的反向。前向和反向各自按微批次的顺序。例：最后一个阶段没有预热，F0 B0 F1 B1
-    ...。提示：预热的个数正好是这个阶段后面还有几个阶段，第一个梯度回来时刚好需要它。
+    ...。
+    提示：预热的个数正好是这个阶段后面还有几个阶段，第一个梯度回来时刚好需要它。
 
     Return the list of actions of stage number `stage` (from 0, of `stages`) in the 1F1B schedule.
     Warm-up: stages - stage - 1 forwards first (or m, if m is smaller). Steady: one forward and one
     backward in turn, until the forwards are used up. Cool-down: the remaining backwards. Forwards
     and backwards each come in the order of micro-batches. Example: the last stage has no warm-up,
-    F0 B0 F1 B1 ... Hint: the warm-up is the number of stages behind this one, which is when the
+    F0 B0 F1 B1 ...
+    Hint: the warm-up is the number of stages behind this one, which is when the
     first gradient comes back.
     """
     # TODO 3.9: 在这里写你的代码 | your code here
@@ -64,14 +68,15 @@ def bubble(schedule, stages, m):
     两个函数，schedule 是 "naive"、"gpipe" 或 "1f1b"，所有阶段一样快。bubble(schedule, stages,
     m)：每个阶段空闲的时间占总时间的比例（总时间从第一个动作开始到最后一个结束）。
     in_flight(schedule, stage, stages, m)：第 stage 个阶段上，最多同时有几个微批次做完了前向、
-    还没做完反向，也就是要存着几份激活值。提示：流水线装满要 stages - 1 格，排空也要；GPipe 和
-    1F1B 的气泡一样大，差别在内存。
+    还没做完反向，也就是要存着几份激活值。
+    提示：流水线装满要 stages - 1 格，排空也要；GPipe 和 1F1B 的气泡一样大，差别在内存。
 
     Two functions; schedule is "naive", "gpipe" or "1f1b", and all stages are equally fast.
     bubble(schedule, stages, m): the fraction of the total time (from the start of the first action
     to the end of the last) for which a stage is idle. in_flight(schedule, stage, stages, m): the
     largest number of micro-batches on stage number `stage` whose forward is done and whose backward
-    is not, which is how many activations it has to keep. Hint: filling the pipeline takes stages -
+    is not, which is how many activations it has to keep.
+    Hint: filling the pipeline takes stages -
     1 slots, and so does draining it; GPipe and 1F1B have the same bubble and differ in memory.
     """
     # TODO 3.10: 在这里写你的代码 | your code here
@@ -96,7 +101,8 @@ def run_stage(module, order, inputs, targets, loss_fn, shape):
       最后一个阶段改为算损失。
     - B：最后一个阶段对损失 backward()；其余从下一个阶段收到输出的梯度，y.backward(梯度)。然后
       把输入的梯度 x.grad 发给前一个阶段。发送一律用 isend，最后再统一 wait：1F1B 里，一边在发激
-      活值、另一边在发梯度，都用 send 就会互相等待。提示：收到的输入要先 requires_grad_()，它的
+      活值、另一边在发梯度，都用 send 就会互相等待。
+    提示：收到的输入要先 requires_grad_()，它的
       .grad 才会有值；发送激活值时用 y.detach()。
 
     Run on every rank its list of actions; the number of the stage is dist.get_rank(), and module is
@@ -111,7 +117,8 @@ def run_stage(module, order, inputs, targets, loss_fn, shape):
       output from the next stage, and call y.backward(gradient). Then send the input's gradient,
       x.grad, to the stage before. Always send with isend and wait at the very end: in 1F1B one side
       sends an activation while the other sends a gradient, and with send they would wait for each
-      other. Hint: a received input needs requires_grad_() to get a .grad; send y.detach().
+      other.
+    Hint: a received input needs requires_grad_() to get a .grad; send y.detach().
     """
     # TODO 3.11: 在这里写你的代码 | your code here
     raise NotImplementedError("3.11 还没有写 | not written yet")
@@ -124,16 +131,16 @@ def train_pipeline(model, batches, loss_fn, lr, m):
     续的第 r 份，用 nn.Sequential 包起来。batches[i] 是第 i 步的 (inputs, targets)，每个 rank
     都拿到；切成 m 个微批次（沿第 0 维）。每一步：用 1F1B 的顺序和 run_stage 求梯度，SGD（学习
     率 lr）只更新自己这个阶段，清空梯度。返回每一步的损失（float 的列表），每个 rank 都一样：最
-    后一个阶段把它广播给大家。损失要和单进程训练一样。提示：激活值的形状是 (每个微批次的行数,
-    seq, model.config.width)。
+    后一个阶段把它广播给大家。损失要和单进程训练一样。
+    提示：激活值的形状是 (每个微批次的行数, seq, model.config.width)。
 
     Put the pipeline part together. model.layers() are the layers in order, a multiple of the number
     of ranks: stage r takes the r-th run of them, in an nn.Sequential. batches[i] is (inputs,
     targets) of step i, the same on every rank; cut it into m micro-batches (dimension 0). In every
     step: get the gradients with run_stage in 1F1B order, step SGD (learning rate lr) on your own
     stage only, clear the gradients. Return the loss of every step (a list of float), the same on
-    every rank: the last stage broadcasts it. The losses have to be those of a single process. Hint:
-    activations have the shape (rows of a micro-batch, seq, model.config.width).
+    every rank: the last stage broadcasts it. The losses have to be those of a single process.
+    Hint: activations have the shape (rows of a micro-batch, seq, model.config.width).
     """
     # TODO 3.12: 在这里写你的代码 | your code here
     raise NotImplementedError("3.12 还没有写 | not written yet")

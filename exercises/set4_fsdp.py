@@ -30,13 +30,15 @@ def cut(tensors):
     两个函数。cut(tensors)：把张量首尾相接放进一个一维张量，补 0 到 n 的倍数（n 是 rank 的个数），
     返回自己的第 rank 段。返回的必须是独立的副本：如果只是一个视图，整块内存就还占着。
     gather(shard, shapes)：反过来，收集所有的段，去掉补的 0，返回形状为 shapes 的张量的列表，每
-    个 rank 一样。提示：补 0 的个数是 -numel % n。
+    个 rank 一样。
+    提示：补 0 的个数是 -numel % n。
 
     Two functions. cut(tensors): lay the tensors end to end in one 1-D tensor, pad it with zeros to
     a multiple of n (the number of ranks), and return part number `rank`. It has to be a copy of its
     own: a view would keep the whole memory alive. gather(shard, shapes): the way back. Gather all
     parts, drop the padding, and return the list of tensors with these shapes, the same on every
-    rank. Hint: the number of zeros is -numel % n.
+    rank.
+    Hint: the number of zeros is -numel % n.
     """
     # TODO 4.1: 在这里写你的代码 | your code here
     raise NotImplementedError("4.1 还没有写 | not written yet")
@@ -129,11 +131,13 @@ def forward(unit, x):
     """4.3 前向 | Forward (10 min)
 
     用一个 Unit 做前向：收集、计算、释放，返回结果。反向到达这个单元时参数必须再收集一次：
-    unit.compute(x) 已经安排好了，直接调用 unit.module(x) 则没有。提示：三行，加一个 return。
+    unit.compute(x) 已经安排好了，直接调用 unit.module(x) 则没有。
+    提示：三行，加一个 return。
 
     Run a Unit forward: gather, compute, free, and return the result. When backward reaches this
     unit its parameters have to be gathered again: unit.compute(x) arranges that, a plain
-    unit.module(x) does not. Hint: three lines and a return.
+    unit.module(x) does not.
+    Hint: three lines and a return.
     """
     # TODO 4.3: 在这里写你的代码 | your code here
     raise NotImplementedError("4.3 还没有写 | not written yet")
@@ -145,14 +149,15 @@ def arrived(unit):
     反向时，unit.parts 中每有一个参数的 .grad 写好，就会调用一次 arrived(unit)。当所有参数的
     .grad 都在了：把它们首尾相接、补 0，用 reduce-scatter（"mean"）得到自己的那一段，加到
     unit.shard.grad 上（为 None 时就是它；已有值是梯度累积），把每个 .grad 设为 None，再释放完
-    整的参数。没有到齐时什么也不做。没有返回值。提示：补到和 unit.full 一样长（释放之后它的形状
-    还在）。
+    整的参数。没有到齐时什么也不做。没有返回值。
+    提示：补到和 unit.full 一样长（释放之后它的形状还在）。
 
     During backward, arrived(unit) is called each time the .grad of one of unit.parts is ready. Once
     all of them are there: lay them end to end, pad with zeros, get your part by a reduce-scatter
     ("mean") and add it to unit.shard.grad (if that is None it becomes it; a value means that
     gradients are being accumulated); set every .grad to None; and free the whole parameters. Before
-    that, do nothing. Nothing is returned. Hint: pad to the length of unit.full (a freed tensor
+    that, do nothing. Nothing is returned.
+    Hint: pad to the length of unit.full (a freed tensor
     still has its shape).
     """
     # TODO 4.4: 在这里写你的代码 | your code here
@@ -164,13 +169,14 @@ def forward_with_prefetch(units, x):
 
     依次用 units 做前向，并让通信和计算重叠：在计算第 i 个单元之前，先开始收集第 i + 1 个
     （unit.start_gather() 立即返回一个 work），再等第 i 个的 work，然后计算、释放。任何时候最多
-    有两个单元的完整参数。返回最后的结果。提示：第一个单元没有别的计算可以重叠，先开始、再等就
-    好；最后一个后面没有可以预取的。
+    有两个单元的完整参数。返回最后的结果。
+    提示：第一个单元没有别的计算可以重叠，先开始、再等就好；最后一个后面没有可以预取的。
 
     Run the units forward one after the other with communication overlapped: before computing unit
     i, start gathering unit i + 1 (unit.start_gather() returns a work at once); then wait for the
     work of unit i, compute, free. At most two units hold whole parameters at any time. Return the
-    last result. Hint: there is nothing to overlap the first one with, just start it and wait; after
+    last result.
+    Hint: there is nothing to overlap the first one with, just start it and wait; after
     the last there is nothing to prefetch.
     """
     # TODO 4.5: 在这里写你的代码 | your code here
@@ -183,14 +189,15 @@ def gather_low(shard):
     两个函数。gather_low(shard)：shard 是 float32 的参数段，返回完整的 bfloat16 参数（一维，[n
     * shard.numel()]），通信时也要用 bfloat16。reduce_grad(flat)：flat 是本 rank 完整的
     bfloat16 梯度（一维），返回自己那一段的平均梯度，float32；求平均必须在 float32 里做，因为
-    bfloat16 只有 8 位有效数字，加一次就舍入一次。提示：先转换类型再通信，还是先通信再转换，对
-    这两个函数是相反的理由、同样的做法。
+    bfloat16 只有 8 位有效数字，加一次就舍入一次。
+    提示：先转换类型再通信，还是先通信再转换，对这两个函数是相反的理由、同样的做法。
 
     Two functions. gather_low(shard): shard is a float32 part of the parameters; return the whole
     parameters in bfloat16 (1-D, [n * shard.numel()]), and communicate in bfloat16.
     reduce_grad(flat): flat is this rank's whole gradient in bfloat16 (1-D); return your part of the
     mean gradient in float32. The averaging has to happen in float32: bfloat16 has 8 significant
-    bits, and every addition would round. Hint: in both, convert first and communicate afterwards.
+    bits, and every addition would round.
+    Hint: in both, convert first and communicate afterwards.
     """
     # TODO 4.6: 在这里写你的代码 | your code here
     raise NotImplementedError("4.6 还没有写 | not written yet")
@@ -210,15 +217,16 @@ def train(model, batches, loss_fn, lr):
     targets)，全局 batch，每个 rank 都拿到全部；自己取第 rank 份连续的行。每一步：用
     forward_with_prefetch 前向，loss_fn(logits, y)，backward，更新，清空 shard 的梯度。返回每一
     步的全局损失（float 的列表），即各 rank 损失的平均值。损失要和 minidist 的 FSDP、和单进程训
-    练一样。提示：inputs.chunk(n)[rank]。
+    练一样。
+    提示：inputs.chunk(n)[rank]。
 
     Put the set together. model.layers() are the layers in order; make each a Unit. The optimizer is
     torch.optim.AdamW on all unit.shard, with learning rate lr. batches[i] is (inputs, targets) of
     step i, the global batch, whole on every rank; take the rank-th of n equal runs of rows. In
     every step: forward with forward_with_prefetch, loss_fn(logits, y), backward, step, clear the
     shards' gradients. Return the global loss of every step (a list of float): the mean of the
-    ranks' losses. They have to equal those of minidist's FSDP and of a single process. Hint:
-    inputs.chunk(n)[rank].
+    ranks' losses. They have to equal those of minidist's FSDP and of a single process.
+    Hint: inputs.chunk(n)[rank].
     """
     # TODO 4.7: 在这里写你的代码 | your code here
     raise NotImplementedError("4.7 还没有写 | not written yet")

@@ -21,11 +21,12 @@ import minidist as md
 def coordinates(rank, dp, pp, tp):
     """6.1 网格坐标 | Coordinates in the mesh (5 min)
 
-    返回 rank 在 dp × pp × tp 网格里的坐标 (i_dp, i_pp, i_tp)。tp 变得最快，dp 变得最慢。提示：
-    和多维数组按行存储时下标的算法一样。
+    返回 rank 在 dp × pp × tp 网格里的坐标 (i_dp, i_pp, i_tp)。tp 变得最快，dp 变得最慢。
+    提示：和多维数组按行存储时下标的算法一样。
 
     Return the coordinates (i_dp, i_pp, i_tp) of a rank in the dp × pp × tp mesh. tp varies fastest,
-    dp slowest. Hint: it is the arithmetic of an array stored row by row.
+    dp slowest.
+    Hint: it is the arithmetic of an array stored row by row.
     """
     # TODO 6.1: 在这里写你的代码 | your code here
     raise NotImplementedError("6.1 还没有写 | not written yet")
@@ -36,13 +37,14 @@ def groups_of(axis, dp, pp, tp):
 
     axis 是 "dp"、"pp" 或 "tp"。返回这一维的所有组，每个组是 rank 的列表（升序），组按第一个
     rank 升序排列。同一个组里的 rank，别的坐标都相同，只有这一维的坐标不同。例：dp=2, pp=1,
-    tp=2 时，tp 的组是 [[0, 1], [2, 3]]，dp 的组是 [[0, 2], [1, 3]]。提示：可以用 6.1 把 rank
-    按另外两个坐标分类。
+    tp=2 时，tp 的组是 [[0, 1], [2, 3]]，dp 的组是 [[0, 2], [1, 3]]。
+    提示：可以用 6.1 把 rank 按另外两个坐标分类。
 
     axis is "dp", "pp" or "tp". Return all groups along it, each a list of ranks in ascending order,
     the groups ordered by their first rank. The ranks of a group share the other coordinates and
     differ in this one. Example: with dp=2, pp=1, tp=2 the tp groups are [[0, 1], [2, 3]] and the dp
-    groups [[0, 2], [1, 3]]. Hint: with 6.1 sort the ranks by their two other coordinates.
+    groups [[0, 2], [1, 3]].
+    Hint: with 6.1 sort the ranks by their two other coordinates.
     """
     # TODO 6.2: 在这里写你的代码 | your code here
     raise NotImplementedError("6.2 还没有写 | not written yet")
@@ -53,11 +55,13 @@ def make_groups(dp, tp):
 
     在 dp × tp 的网格（pp = 1）上建立通信组，返回自己所在的两个组 (dp_group, tp_group)。
     dist.new_group(ranks) 建立一个组，它是集合操作：所有 rank 都必须以同样的顺序为每一个组调用
-    它，包括自己不在其中的组。提示：一共要调用 tp + dp 次，用 6.2 列出所有的组。
+    它，包括自己不在其中的组。
+    提示：一共要调用 tp + dp 次，用 6.2 列出所有的组。
 
     Make the process groups of a dp × tp mesh (pp = 1), and return the two that this rank is in,
     (dp_group, tp_group). dist.new_group(ranks) makes one, and is itself collective: every rank has
-    to call it for every group, in the same order, also for groups it is not in. Hint: tp + dp calls
+    to call it for every group, in the same order, also for groups it is not in.
+    Hint: tp + dp calls
     in all; list the groups with 6.2.
     """
     # TODO 6.3: 在这里写你的代码 | your code here
@@ -69,12 +73,14 @@ def global_norm(sharded, replicated, tp_group):
 
     sharded：切开的参数的梯度，各 rank 不同，合起来才是完整的；replicated：每个 rank 都有完整一
     份的参数（如 LayerNorm）的梯度，各 rank 相同。都是张量的列表。返回整个模型梯度的 2-范数（0
-    维张量，组里每个 rank 相同）。提示：复制的参数只能算一次。
+    维张量，组里每个 rank 相同）。
+    提示：复制的参数只能算一次。
 
     sharded: gradients of parameters that are cut; they differ from rank to rank, and only together
     they are whole. replicated: gradients of parameters of which every rank has all (LayerNorm, for
     one), the same on every rank. Both are lists of tensors. Return the 2-norm of the whole model's
-    gradient (a 0-d tensor, the same on all ranks of the group). Hint: what is replicated counts
+    gradient (a 0-d tensor, the same on all ranks of the group).
+    Hint: what is replicated counts
     once.
     """
     # TODO 6.4: 在这里写你的代码 | your code here
@@ -89,8 +95,8 @@ def train_2d(model, batches, lr):
     group=tp_group)。batches[i] 是第 i 步的全局 batch (inputs, targets)，每个 rank 都拿到全部。
     同一个 tp 组的 rank 必须用同样的行；行按 dp 坐标分：取第 i_dp 份连续的行。backward 之后，每
     个参数的梯度只在 dp_group 里求平均。然后 SGD（学习率 lr），清空梯度。返回每一步的全局损失
-    （float 的列表）。损失要和单进程训练一样。提示：tp 组里各 rank 的损失本来就一样，全局损失是
-    dp 组里的平均。
+    （float 的列表）。损失要和单进程训练一样。
+    提示：tp 组里各 rank 的损失本来就一样，全局损失是 dp 组里的平均。
 
     4 ranks, dp = 2, tp = 2. With the groups of 6.3: md.tensor_parallel(model, tp_group) cuts the
     GPT in place; model(x) then gives logits cut by classes, and the loss is
@@ -99,7 +105,8 @@ def train_2d(model, batches, lr):
     rows are shared by the dp coordinate: take the i_dp-th of dp equal runs of rows. After backward
     every parameter's gradient is averaged in dp_group only. Then SGD (learning rate lr), and clear
     the gradients. Return the global loss of every step (a list of float). They have to be those of
-    a single process. Hint: the ranks of a tp group have the same loss anyway; the global loss is
+    a single process.
+    Hint: the ranks of a tp group have the same loss anyway; the global loss is
     the mean over the dp group.
     """
     # TODO 6.5: 在这里写你的代码 | your code here

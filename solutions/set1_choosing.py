@@ -54,14 +54,15 @@ def training_bytes(parameters, precision, optimizer):
     返回训练状态的字节数 {"parameters": ..., "gradients": ..., "optimizer": ...}（激活值另算）。
     precision 是 "fp32"（参数和梯度各 4 字节）或 "mixed"（各 2 字节，但优化器要为每个参数另存一
     份 4 字节的 32 位主副本）。optimizer 是 "sgd"（没有别的状态）、"momentum"（每个参数一个 4
-    字节的动量）或 "adam"（动量和方差，各 4 字节）。提示：混合精度的 Adam 是有名的每参数 16 字
-    节。
+    字节的动量）或 "adam"（动量和方差，各 4 字节）。
+    提示：混合精度的 Adam 是有名的每参数 16 字节。
 
     Return the bytes of the training state, {"parameters": ..., "gradients": ..., "optimizer": ...}
     (activations come on top). precision is "fp32" (4 bytes for a parameter and 4 for its gradient)
     or "mixed" (2 each, but the optimizer keeps a 32-bit master copy, 4 bytes per parameter).
     optimizer is "sgd" (no further state), "momentum" (one momentum per parameter, 4 bytes) or
-    "adam" (momentum and variance, 4 bytes each). Hint: Adam in mixed precision is the famous 16
+    "adam" (momentum and variance, 4 bytes each).
+    Hint: Adam in mixed precision is the famous 16
     bytes per parameter.
     """
     # BEGIN HINT 1.2
@@ -132,7 +133,8 @@ def train_and_measure(model, batches, strategy, lr):
     - 最后一步放在 with md.measure(model, optimizer) as m: 里，之后
       m.memory.current["optimizer"] 是这个 rank 上优化器状态的字节数。返回 (losses, 字节数)：
       losses 是每一步的全局损失（各 rank 损失的平均值，float 的列表）。四种策略的损失应当相同，内
-      存却不同。提示：平均损失用 dist.all_reduce，放在 measure 的外面。
+      存却不同。
+    提示：平均损失用 dist.all_reduce，放在 measure 的外面。
 
     Train with minidist, and measure how many bytes the optimizer's state takes.
     - model, optimizer = md.shard(model, torch.optim.AdamW, strategy, lr=lr): strategy is "ddp",
@@ -143,7 +145,8 @@ def train_and_measure(model, batches, strategy, lr):
     - put the last step inside with md.measure(model, optimizer) as m:; afterwards
       m.memory.current["optimizer"] is the number of bytes of optimizer state on this rank. Return
       (losses, bytes): losses is the global loss of every step (the mean of the ranks' losses, a
-      list of float). All four strategies give the same losses with different memory. Hint: average
+      list of float). All four strategies give the same losses with different memory.
+    Hint: average
       the loss with dist.all_reduce, outside of measure.
     """
     # BEGIN HINT 1.4

@@ -23,11 +23,13 @@ def average_gradients(model):
 
     每个 rank 已经用自己的数据做完了 backward()，所以每个参数的 .grad 各不相同。请把每个 .grad
     就地换成它在所有 rank 上的平均值。有的参数没有参与计算，.grad 是 None，跳过它（它在每个
-    rank 上都是 None）。不需要返回值。提示：dist.all_reduce(t) 求的是和。
+    rank 上都是 None）。不需要返回值。
+    提示：dist.all_reduce(t) 求的是和。
 
     Every rank has run backward() on its own data, so each parameter's .grad differs from rank to
     rank. Replace every .grad in place by its mean over all ranks. A parameter that took no part has
-    .grad None (on every rank): skip it. Nothing is returned. Hint: dist.all_reduce(t) sums.
+    .grad None (on every rank): skip it. Nothing is returned.
+    Hint: dist.all_reduce(t) sums.
     """
     # BEGIN HINT 2.1
     # 一个循环 `for p in model.parameters()`；all_reduce 之后再除以 dist.get_world_size()。两步
@@ -49,13 +51,14 @@ def average_flat(model):
 
     和 2.1 的结果一样，但整个模型只调用一次 all_reduce：把所有梯度首尾相接拼成一个一维张量
     （flat），做一次 all_reduce，求平均，再按原来的顺序和形状拷回各个 .grad。.grad 为 None 的参
-    数仍然跳过。形状：flat 是 [所有梯度的元素总数]。提示：每次通信都有固定的延迟，几百个小张量
-    就要付几百次。
+    数仍然跳过。形状：flat 是 [所有梯度的元素总数]。
+    提示：每次通信都有固定的延迟，几百个小张量就要付几百次。
 
     The same result as 2.1, but with a single all_reduce for the whole model: put all gradients end
     to end into one 1-D tensor (flat), all-reduce it once, take the mean, and copy the parts back
     into each .grad, in the same order and with the old shapes. Parameters whose .grad is None are
-    skipped. Shape: flat is [number of elements of all gradients]. Hint: every message costs a fixed
+    skipped. Shape: flat is [number of elements of all gradients].
+    Hint: every message costs a fixed
     latency, and hundreds of small tensors pay it hundreds of times.
     """
     # BEGIN HINT 2.2
@@ -81,14 +84,16 @@ def make_buckets(parameters, cap_bytes):
     parameters：参数的列表，按前向的顺序。返回桶的列表，每个桶是参数的列表。规则：从最后一个参
     数开始，倒着往前走；一个参数放进当前的桶，除非桶里已经有参数，并且放进去以后会超过
     cap_bytes 字节，那就先关上这个桶、另开一个。比 cap_bytes 还大的参数独占一个桶。每个参数恰好
-    出现一次。提示：字节数是 p.numel() * p.element_size()。为什么倒着走：反向传播最先算出的是最
-    后一层的梯度。
+    出现一次。
+    提示：字节数是 p.numel() * p.element_size()。为什么倒着走：反向传播最先算出的是最后一层的梯
+    度。
 
     parameters: a list, in the order of the forward pass. Return a list of buckets, each a list of
     parameters. The rule: start at the last parameter and walk backwards; a parameter goes into the
     current bucket, unless that bucket already holds something and would then exceed cap_bytes
     bytes: in that case close it and open a new one. A parameter larger than cap_bytes has a bucket
-    to itself. Every parameter appears exactly once. Hint: the bytes are p.numel() *
+    to itself. Every parameter appears exactly once.
+    Hint: the bytes are p.numel() *
     p.element_size(). Why backwards: backward computes the last layer's gradients first.
     """
     # BEGIN HINT 2.3
@@ -122,7 +127,8 @@ class MiniDDP(nn.Module):
       桶必须严格按 0, 1, 2, ... 的顺序发：先满的桶要等前面的桶。self.sync 为 False 时什么都不做。
     - finish()：把还没发的桶也按顺序发出去（有的参数这一步没有参与计算，它的桶永远不会满）；再
       等待每一个通信、求平均、写回 .grad（原来没有 .grad 的参数也会得到平均值）；最后为下一步清空
-      记录。提示：_launch(i) 已经写好，它返回 (work, flat)；work.wait() 之前不能读 flat。
+      记录。
+    提示：_launch(i) 已经写好，它返回 (work, flat)；work.wait() 之前不能读 flat。
 
     A small DDP. Use: loss_fn(ddp(x)).backward(), then ddp.finish(); now every .grad is the mean.
     Already there: __init__ gives rank 0's weights to everybody, cuts buckets with your
@@ -214,14 +220,16 @@ def accumulate(ddp, microbatches, loss_fn):
     用 2.4 的 MiniDDP 做一步，它的数据分成几个微批次：microbatches 是 (x, y) 的列表，每个大小相
     同，损失是loss_fn(ddp(x), y)。结束时每个 .grad 要等于“整个 batch 一次算完”的平均梯度，而且
     只通信一次（只有最后一个微批次触发通信）。返回整个 batch 的损失（0 维张量，没有计算图，只看
-    本 rank 的数据）。提示：backward 会把梯度累加到 .grad 上；loss_fn 求的是平均，所以几个微批
-    次的和还要再除以它们的个数。
+    本 rank 的数据）。
+    提示：backward 会把梯度累加到 .grad 上；loss_fn 求的是平均，所以几个微批次的和还要再除以它
+    们的个数。
 
     Do one step with the MiniDDP of 2.4 on data that comes as several micro-batches: a list of
     (x, y) of equal sizes, with loss_fn(ddp(x), y) as the loss. At the end every .grad must be the
     mean gradient of the whole batch, as if computed in one go, and there must be one round of
     communication only (only the last micro-batch starts any). Return the loss of the whole batch (a
-    0-d tensor without a graph, this rank's data only). Hint: backward adds to .grad; loss_fn takes
+    0-d tensor without a graph, this rank's data only).
+    Hint: backward adds to .grad; loss_fn takes
     a mean, so the sum over micro-batches has to be divided by how many there are.
     """
     # BEGIN HINT 2.5
@@ -254,15 +262,16 @@ def sampler_indices(items, rank, world_size, epoch, seed=0):
     torch.randperm(items, generator=g)，所有 rank 得到同样的顺序；如果个数不是 world_size 的倍
     数，就把顺序开头的几个再接到末尾，补到刚好是倍数；rank r 取第 r, r + world_size, r +
     2*world_size, …个。补出来的那些 is_padding 为 True。items 可能比 world_size 还少（这时开头
-    要重复不止一遍）。提示：每个 rank 的个数必须相同，否则多出一步的那个 rank 会在 all_reduce
-    里永远等下去。
+    要重复不止一遍）。
+    提示：每个 rank 的个数必须相同，否则多出一步的那个 rank 会在 all_reduce 里永远等下去。
 
     Return this rank's indices for this epoch (a list of int) and a list of bool, is_padding, of the
     same length. The rule: shuffle 0 ... items-1 with g = torch.Generator().manual_seed(seed +
     epoch) and torch.randperm(items, generator=g), the same order on every rank; if the number is
     not a multiple of world_size, append items from the front of the order until it is; rank r takes
     positions r, r + world_size, r + 2*world_size, ... is_padding is True for what was appended.
-    There may be fewer items than ranks (the front is then repeated more than once). Hint: every
+    There may be fewer items than ranks (the front is then repeated more than once).
+    Hint: every
     rank needs the same number, or a rank with one step more waits in all_reduce for ever.
     """
     # BEGIN HINT 2.6
@@ -287,7 +296,8 @@ def global_mean(values, is_padding):
 
     values：一维张量，本 rank 每个样本的损失；is_padding：同样长的 bool 列表，True 是 2.6 补出
     来的重复样本。返回所有 rank 的真实样本的平均损失（0 维张量），每个 rank 得到同一个值。有的
-    rank 可能一个真实样本也没有。提示：先各自求平均、再对平均值求平均，只有大家的个数一样时才对。
+    rank 可能一个真实样本也没有。
+    提示：先各自求平均、再对平均值求平均，只有大家的个数一样时才对。
 
     values: a 1-D tensor, the loss of each of this rank's samples; is_padding: a list of bool of the
     same length, True for the repeated samples of 2.6. Return the mean loss over the real samples of
@@ -314,8 +324,9 @@ def learning_rate(step, base_lr, base_batch, batch, warmup_steps):
     在全局 batch 为 base_batch 时调好的学习率是 base_lr。现在全局 batch 是 batch：目标学习率按
     线性缩放，target = base_lr * batch / base_batch。前 warmup_steps 步从 base_lr 等量上升，第
     warmup_steps 步（即 step == warmup_steps - 1，step 从 0 数起）刚好到达 target，之后保持不变。
-    返回第 step 步的学习率。提示：第 0 步已经上升了一份，即 base_lr + (target - base_lr) /
-    warmup_steps。warmup_steps 可以是 0。
+    返回第 step 步的学习率。
+    提示：第 0 步已经上升了一份，即 base_lr + (target - base_lr) / warmup_steps。warmup_steps
+    可以是 0。
 
     base_lr was tuned at a global batch of base_batch. The global batch is now `batch`: the target
     scales linearly, target = base_lr * batch / base_batch. During the first warmup_steps steps the
@@ -345,8 +356,8 @@ def train(model, batches, loss_fn, lr, warmup_steps, base_batch):
     i 步的(inputs, targets)，是全局 batch，每个 rank 都拿到全部；形状 [全局 batch, seq]。每一步：
     取自己的那些行（rank r 取第 r 份连续的 1/world_size），切成 2 个微批次，用 accumulate 求梯
     度，设置这一步的学习率（2.8，全局 batch 是 inputs 的行数），然后 SGD 更新并清空梯度。返回每
-    一步的全局损失（float 的列表）：各 rank 损失的平均值。提示：优化器用 torch.optim.SGD，作用
-    在 ddp.parameters() 上。
+    一步的全局损失（float 的列表）：各 rank 损失的平均值。
+    提示：优化器用 torch.optim.SGD，作用在 ddp.parameters() 上。
 
     Put the set together: train a small GPT to the same losses as minidist's DDP and as a single
     process. batches[i] is (inputs, targets) of step i, the global batch, whole on every rank; shape
@@ -354,7 +365,8 @@ def train(model, batches, loss_fn, lr, warmup_steps, base_batch):
     equal runs of rows), cut them into 2 micro-batches, get the gradients with accumulate, set this
     step's learning rate (2.8; the global batch is the number of rows of inputs), then step SGD and
     clear the gradients. Return the global loss of every step (a list of float): the mean of the
-    ranks' losses. Hint: the optimizer is torch.optim.SGD on ddp.parameters().
+    ranks' losses.
+    Hint: the optimizer is torch.optim.SGD on ddp.parameters().
     """
     # BEGIN HINT 2.9
     # 自己的行：inputs.chunk(world_size)[rank]；微批次：zip(x.chunk(2), y.chunk(2))。学习率：

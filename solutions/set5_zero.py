@@ -43,13 +43,15 @@ def state_bytes(parameters, stage, n):
     混合精度 Adam：每个参数有 2 字节的 16 位参数、2 字节的 16 位梯度，优化器为它存 12 字节（32
     位的参数副本、动量、方差，各 4 字节）。stage 0 是普通的数据并行；stage 1 把优化器状态分给 n
     个 rank；stage 2 还分梯度；stage 3 还分参数。返回一个 rank 上的字节数：{"parameters": ...,
-    "gradients": ..., "optimizer": ...}。提示：parameters 是模型的参数总数，不用取整。
+    "gradients": ..., "optimizer": ...}。
+    提示：parameters 是模型的参数总数，不用取整。
 
     Mixed-precision Adam: every parameter has 2 bytes of 16-bit weight and 2 bytes of 16-bit
     gradient, and the optimizer keeps 12 bytes for it (a 32-bit copy of the weight, momentum and
     variance, 4 bytes each). Stage 0 is plain data parallel; stage 1 divides the optimizer state
     among n ranks; stage 2 divides the gradients too; stage 3 the parameters as well. Return the
-    bytes on one rank: {"parameters": ..., "gradients": ..., "optimizer": ...}. Hint: `parameters`
+    bytes on one rank: {"parameters": ..., "gradients": ..., "optimizer": ...}.
+    Hint: `parameters`
     is the number of parameters of the model; nothing is rounded.
     """
     # BEGIN HINT 5.1
@@ -75,13 +77,15 @@ def step_stage1(parameters, shard, optimizer):
     nn.Parameter，是 flatten(parameters) 中自己的那一段的副本，也是 optimizer 唯一的参数。做一
     步 ZeRO-1：把所有梯度 flatten，all_reduce 并求平均；取自己的一段作为 shard.grad；
     optimizer.step()；all_gather 各 rank 更新后的 shard；拷回所有参数；最后把每个参数的 .grad
-    设为 None。提示：自己的一段是 flat.chunk(n)[rank]。
+    设为 None。
+    提示：自己的一段是 flat.chunk(n)[rank]。
 
     backward is done, and every rank has the whole gradient of its own data. parameters: a list;
     shard: a 1-D nn.Parameter, a copy of this rank's part of flatten(parameters), and the only
     parameter of optimizer. Do one step of ZeRO-1: flatten all gradients, all_reduce them and take
     the mean; give your part to shard.grad; optimizer.step(); all_gather the updated shards; copy
-    them back into all parameters; finally set every parameter's .grad to None. Hint: your part is
+    them back into all parameters; finally set every parameter's .grad to None.
+    Hint: your part is
     flat.chunk(n)[rank].
     """
     # BEGIN HINT 5.2
@@ -112,13 +116,14 @@ def reduce_and_free(parameters, shard):
 
     backward 已经做完。用一次 reduce-scatter 得到平均梯度中自己的一段，加到 shard.grad 上
     （shard.grad 为 None 时就是它本身；已经有值时是梯度累积，要加上去），然后把每个参数的 .grad
-    设为 None，完整的梯度就此释放。没有返回值。shard 同 5.2。提示：不要先 all_reduce 再切：那样
-    通信量是两倍，每个 rank 也还是存着完整的平均梯度。
+    设为 None，完整的梯度就此释放。没有返回值。shard 同 5.2。
+    提示：不要先 all_reduce 再切：那样通信量是两倍，每个 rank 也还是存着完整的平均梯度。
 
     backward is done. With a single reduce-scatter get your part of the mean gradient and add it to
     shard.grad (if that is None it becomes it; if there is a value, gradients are being accumulated,
     and it has to be added), then set every parameter's .grad to None: the whole gradient is gone.
-    Nothing is returned. shard is as in 5.2. Hint: do not all_reduce and cut afterwards; that moves
+    Nothing is returned. shard is as in 5.2.
+    Hint: do not all_reduce and cut afterwards; that moves
     twice as much, and every rank holds the whole mean gradient.
     """
     # BEGIN HINT 5.3
@@ -143,14 +148,16 @@ def step_with_masters(parameters, master, optimizer):
     parameters 是 bfloat16 的，.grad 也是。master：一维 float32 的 nn.Parameter，自己那一段参数
     的 32 位主副本，optimizer 的唯一参数。做一步：reduce-scatter 梯度（"mean"，先转成 float32
     再求平均，精度更好），作为 master.grad；optimizer.step()；然后 all_gather 参数，通信时用
-    bfloat16（字节数减半）；拷回 parameters，清空 .grad 和 master.grad。提示：小的更新在
-    bfloat16 里会被舍入掉，所以主副本要一直保留，绝不能从 bfloat16 的参数重新读回来。
+    bfloat16（字节数减半）；拷回 parameters，清空 .grad 和 master.grad。
+    提示：小的更新在 bfloat16 里会被舍入掉，所以主副本要一直保留，绝不能从 bfloat16 的参数重新
+    读回来。
 
     The parameters are bfloat16, and so are their .grad. master: a 1-D float32 nn.Parameter, the
     32-bit copy of your part of the parameters and the only parameter of optimizer. Do one step:
     reduce-scatter the gradients ("mean", converted to float32 first, which is more precise) into
     master.grad; optimizer.step(); then all_gather the parameters, in bfloat16 (half the bytes);
-    copy them back into parameters, and clear every .grad and master.grad. Hint: small updates
+    copy them back into parameters, and clear every .grad and master.grad.
+    Hint: small updates
     vanish in bfloat16, so the master copy has to live on; never read it back from the bfloat16
     parameters.
     """
@@ -181,14 +188,14 @@ def clip_(shards, max_norm):
 
     shards：这个 rank 的参数段的列表，每段的 .grad 是平均梯度的一段；所有 rank 的段合起来是整个
     模型。求整个模型梯度的 2-范数；如果它超过 max_norm，就把每段 .grad 就地乘以 max_norm / 范数，
-    否则不动。返回裁剪前的范数（0 维张量，每个 rank 相同）。提示：范数的平方可以相加，范数本身
-    不能。
+    否则不动。返回裁剪前的范数（0 维张量，每个 rank 相同）。
+    提示：范数的平方可以相加，范数本身不能。
 
     shards: a list of this rank's parts of the parameters; the .grad of each is a part of the mean
     gradient, and the parts of all ranks together are the whole model. Take the 2-norm of the whole
     model's gradient; if it exceeds max_norm, multiply every .grad in place by max_norm / norm, else
-    leave them alone. Return the norm before clipping (a 0-d tensor, the same on all ranks). Hint:
-    squares of norms add up, norms do not.
+    leave them alone. Return the norm before clipping (a 0-d tensor, the same on all ranks).
+    Hint: squares of norms add up, norms do not.
     """
     # BEGIN HINT 5.5
     # total = 各段 grad 平方和之和；dist.all_reduce(total)；norm = total.sqrt()。只有 norm >
@@ -215,7 +222,8 @@ def offload_step(shard, host, optimizer):
     副本，是 optimizer 的唯一参数，所以动量和方差也都在主机上。做一步：把梯度搬到 host.grad（类
     型和设备都跟 host 一致）；立即释放 shard.grad；optimizer.step()；把结果就地拷回 shard（别的
     地方还引用着同一块内存，不能换成新张量）。没有返回值。这里没有 GPU，两边其实都在 CPU 上，但
-    代码要写得在 GPU 上也对。提示：t.to(host) 会取 host 的设备和类型。
+    代码要写得在 GPU 上也对。
+    提示：t.to(host) 会取 host 的设备和类型。
 
     shard: the bfloat16 part of the parameters on the GPU, with your part of the mean gradient in
     .grad. host: the float32 master copy in the host's memory, the only parameter of optimizer, so
@@ -223,7 +231,8 @@ def offload_step(shard, host, optimizer):
     and device of host); free shard.grad at once; optimizer.step(); copy the result back into shard
     in place (others refer to the same memory, it must not become a new tensor). Nothing is
     returned. There is no GPU here and both are on the CPU, but the code has to be right on one as
-    well. Hint: t.to(host) takes host's device and dtype.
+    well.
+    Hint: t.to(host) takes host's device and dtype.
     """
     # BEGIN HINT 5.6
     # host.grad = shard.grad.to(host)；shard.grad = None；step；with torch.no_grad():
@@ -251,7 +260,8 @@ class MiniZero:
       于是任何时候只有少数几组还存着完整的梯度。
     - step()：先把全局范数裁剪到 max_norm（5.5），再 self.optimizer.step()，然后对每一组
       all_gather 更新后的 shard 并拷回参数，最后把每个 shard.grad 设为 None。检查时会用它训练一个
-      小 GPT，损失要和 minidist 的 ZeRO-2、和单进程训练一样。提示：钩子按参数到达的顺序调用，组里
+      小 GPT，损失要和 minidist 的 ZeRO-2、和单进程训练一样。
+    提示：钩子按参数到达的顺序调用，组里
       的最后一个参数到达时才满。
 
     A small ZeRO-2. groups: a list of lists of parameters (one per layer, say); every group has its
@@ -263,7 +273,8 @@ class MiniZero:
       group all_gather the updated shard and copy it back into the parameters; finally set every
       shard.grad to None.
     The check trains a small GPT with it, to the same losses as minidist's ZeRO-2 and as a single
-    process. Hint: the hook is called for each parameter as it arrives; a group is full only when
+    process.
+    Hint: the hook is called for each parameter as it arrives; a group is full only when
     its last one has come.
     """
 

@@ -90,7 +90,9 @@ def show_progress(console: Console, progress: Progress, language: str) -> None:
             marks.append(mark + " ", style=style)
             passed += status == PASSED
         solved += passed
-        name = " | ".join(both(*_set_title(members[0].file), language))
+        titles = [_set_title(file) for file in dict.fromkeys(task.file for task in members)]
+        zh, en = "、".join(t[0] for t in titles), ", ".join(t[1] for t in titles)
+        name = " | ".join(dict.fromkeys(both(zh, en, language)))
         table.add_row(f"  {number}", name, marks, f"{passed}/{len(members)}")
     console.print()
     console.print(table)
