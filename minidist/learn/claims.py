@@ -93,13 +93,15 @@ class Checked:
     def markdown(self) -> str:
         """Both languages, in the blocks that `%lang` switches."""
         claim, found = self.claim, self.finding
+        place_zh = _place(claim.section, "、基础篇", "基础篇")
+        place = _place(claim.section, ", foundations", "foundations")
         zh = (
-            f"**文档说**（{claim.section}）：{claim.statement[1]}\n\n"
+            f"**文档说**（{place_zh}）：{claim.statement[1]}\n\n"
             f"**实测**：{found.measured[1]}\n\n"
             f"**结论：{VERDICT_ZH[self.verdict]}**。{found.why[1]}"
         )
         en = (
-            f"**The document says** ({claim.section}): {claim.statement[0]}\n\n"
+            f"**The document says** ({place}): {claim.statement[0]}\n\n"
             f"**Measured now**: {found.measured[0]}\n\n"
             f"**Verdict: {self.verdict}**. {found.why[0]}"
         )
@@ -111,6 +113,11 @@ class Checked:
             f"claim {claim.id} ({claim.section}): {claim.statement[0]}\n"
             f"measured now: {found.measured[0]}\nverdict: {self.verdict}. {found.why[0]}"
         )
+
+
+def _place(section: str, also: str, alone: str) -> str:
+    """A section for readers: "0" is the document on foundations."""
+    return alone if section == "0" else section.replace(", 0", also)
 
 
 def all_claims() -> list[Claim]:
