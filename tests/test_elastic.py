@@ -93,9 +93,9 @@ def test_another_strategy_on_another_number_of_ranks_goes_on(tmp_path):
     assert kept == ["step-00000004", "step-00000008"]
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(150)
 def test_a_finished_run_says_so(tmp_path):
     options = ["--strategy", "single", "--steps", "2", "--checkpoint-dir", str(tmp_path / "run")]
     _run(*options)
-    again = subprocess.run(_command(*options), capture_output=True, text=True, timeout=60)
+    again = subprocess.run(_command(*options), capture_output=True, text=True, timeout=120)
     assert again.returncode != 0 and "raise --steps" in again.stderr + again.stdout

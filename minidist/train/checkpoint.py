@@ -127,6 +127,11 @@ def latest(directory: str | os.PathLike) -> Path | None:
     return max(found, key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)], default=None)
 
 
+def read_extra(path: str | os.PathLike) -> dict[str, Any]:
+    """The plain values that were saved with a checkpoint, without loading it."""
+    return json.loads((Path(path) / _INFO).read_text())["extra"]
+
+
 class Saving:
     """A save under way in a thread."""
 

@@ -184,12 +184,29 @@ class TrainConfig:
             TextBatches(tokens, self.model.seq, self.batch)
         except (OSError, ValueError) as error:
             raise ConfigError(str(error)) from None
+        self._check_checkpoints()
         if self.model.vocab <= int(tokens.max()):
             raise ConfigError(
                 f"the text has tokens up to {int(tokens.max())}, a vocabulary of "
                 f"{self.model.vocab} is too small"
             )
         return layout
+
+    def _check_checkpoints(self) -> None:
+        if self.checkpoint_dir is None:
+            return
+        from minidist.train.checkpoint import latest, read_extra
+
+        found = latest(self.checkpoint_dir)
+        if found is None:
+            return
+        saved = read_extra(found)
+        if not {"step", "losses"} <= set(saved):
+            raise ConfigError(f"{found} was not written by minidist train: choose another folder")
+        if saved["step"] >= self.steps:
+            raise ConfigError(
+                f"{found} is of a run that has done {saved['step']} steps: for more, raise --steps"
+            )
 
     def _check_divisions(self, layout: Layout) -> None:
         stages = layout.pp * layout.chunks
