@@ -2,6 +2,7 @@
 #   make demo    the main job: every strategy trains the same small GPT, and shows what it costs
 #   make test    the tests
 #   make learn   JupyterLab in chapters/
+#   make chapters   execute every chapter, as CI does (make notebooks: write their outputs anew)
 #   make bench   our strategies timed beside torch's own
 #   make lint    what continuous integration checks before the tests
 #   make format  let ruff mend what it can
@@ -39,6 +40,13 @@ learn: $(READY)
 
 exercises: $(READY)
 	$(BIN)/python -m minidist.learn.strip
+
+# Not part of `make test`: several minutes. The files stay as they are.
+chapters: $(READY)
+	$(BIN)/python -m pytest --nbmake --nbmake-timeout=180 --timeout=600 chapters
+
+notebooks: $(READY)
+	$(BIN)/python .ci/notebooks
 
 bench: $(READY)
 	$(BIN)/python -m minidist bench
