@@ -138,7 +138,7 @@ def accumulate(mine):
 
 def sampler_indices(mine):
     result = {}
-    for items, world, epoch in ((8, 4, 0), (10, 4, 0), (10, 4, 1), (2, 4, 0), (7, 3, 5)):
+    for items, world, epoch in ((8, 4, 0), (10, 4, 0), (10, 4, 1), (2, 4, 0), (3, 8, 0), (7, 3, 5)):
         for rank in range(world):
             indices, padding = mine.sampler_indices(items, rank, world, epoch, seed=1)
             key = f"items={items} rank={rank} of {world} epoch={epoch}"

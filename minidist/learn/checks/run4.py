@@ -211,7 +211,8 @@ def train(mine):
         "gathered twice per step 每步收集两次": round(
             sum(2 * e.numel for e in calls if e.op == "all_gather") / whole, 1
         ),
-        "all gathers asynchronous in forward 前向的收集都是异步的": sum(
-            e.async_op for e in calls if e.op == "all_gather"
-        ),
+        "gathers per step 每步收集的次数": sum(e.op == "all_gather" for e in calls)
+        / len(miniature.batches()),
+        "forward prefetches 前向有预取": sum(e.async_op for e in calls if e.op == "all_gather")
+        >= len(miniature.batches()) * len(model.layers()),
     }

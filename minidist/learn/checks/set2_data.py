@@ -10,11 +10,11 @@ EXERCISES = (
     Exercise("2.6", "sampler_indices", (
         wrong(
             "contiguous",
-            "你给每个 rank 的是连续的一段；规则是轮流：rank r 取第 r, r + world_size, … 个。轮流取，"
-            "同一步的样本才是打乱后相邻的那些，与 rank 数无关。",
-            "You gave each rank a contiguous run; the rule is round robin: rank r takes positions "
-            "r, r + world_size, ... Then a global step sees the same samples whatever the number "
-            "of ranks.",
+            "你给每个 rank 的是连续的一段；规则是轮流：rank r 取第 r, r + world_size, … 个。轮"
+            "流取，同一步的样本才是打乱后相邻的那些，与 rank 数无关。",
+            "You gave each rank a contiguous run; the rule is round robin: rank r takes "
+            "positions r, r + world_size, ... Then a global step sees the same samples whatever "
+            "the number of ranks.",
             ("    places = range(rank, total, world_size)",
              "    share = total // world_size\n"
              "    places = range(rank * share, (rank + 1) * share)"),
@@ -23,8 +23,8 @@ EXERCISES = (
             "own shuffle",
             "各 rank 的打乱顺序不同（种子里有 rank），样本会重复，也会漏掉。种子只能由 seed 和 "
             "epoch 决定。",
-            "Every rank shuffled differently (its rank is in the seed): samples are repeated and "
-            "others are missed. The seed may depend on seed and epoch only.",
+            "Every rank shuffled differently (its rank is in the seed): samples are repeated "
+            "and others are missed. The seed may depend on seed and epoch only.",
             ("manual_seed(seed + epoch)", "manual_seed(seed + epoch + 100 * rank)"),
         ),
         wrong(
@@ -36,18 +36,18 @@ EXERCISES = (
         ),
         wrong(
             "dropped",
-            "没有补齐：各 rank 的个数不同，或者把零头丢了。个数多的 rank 会在最后一步里永远等下去；"
-            "这里要求从开头补到一样多。",
-            "Nothing was padded: ranks get different numbers, or the rest was dropped. A rank with "
-            "one more would wait for ever in its last step; here the front is appended until all "
-            "have the same number.",
+            "没有补齐：各 rank 的个数不同，或者把零头丢了。个数多的 rank 会在最后一步里永远等下"
+            "去；这里要求从开头补到一样多。",
+            "Nothing was padded: ranks get different numbers, or the rest was dropped. A rank "
+            "with one more would wait for ever in its last step; here the front is appended "
+            "until all have the same number.",
             ("    total = -(-items // world_size) * world_size\n", "    total = items\n"),
         ),
         wrong(
             "rest dropped",
             "零头被丢掉了（drop_last 的做法）。这里要求补齐，一个样本也不少。",
-            "The incomplete round was dropped (that is drop_last). Here it is filled up, so that "
-            "no sample is missing.",
+            "The incomplete round was dropped (that is drop_last). Here it is filled up, so "
+            "that no sample is missing.",
             ("total = -(-items // world_size) * world_size", "total = items // world_size * world_size"),
         ),
         wrong(
@@ -56,6 +56,16 @@ EXERCISES = (
             "You padded by repeating the last sample; the rule is to continue from the front of "
             "the order.",
             ("order[i % items] for i in places", "order[min(i, items - 1)] for i in places"),
+        ),
+        wrong(
+            "front used up",
+            "样本比 rank 少得多时，从开头只接一遍不够长，有的 rank 一个也没有：开头要一遍遍地重"
+            "复，即 order[i % items]。",
+            "With far fewer items than ranks one copy of the front is too short, and some ranks "
+            "get nothing: repeat it as often as needed, order[i % items].",
+            ("    return [order[i % items] for i in places], [i >= items for i in places]",
+             "    places = [i for i in places if i < 2 * items]\n"
+             "    return [order[i % items] for i in places], [i >= items for i in places]"),
         ),
         wrong(
             "padding not marked",
@@ -69,24 +79,25 @@ EXERCISES = (
         wrong(
             "padding counted",
             "补的重复样本也算进去了：有的样本算了两遍，评估结果就偏了。先用 is_padding 去掉它们。",
-            "The repeated samples were counted as well: some count twice, and the result is off. "
-            "Leave out what is_padding marks.",
+            "The repeated samples were counted as well: some count twice, and the result is "
+            "off. Leave out what is_padding marks.",
             ("    real = ~torch.tensor(is_padding, dtype=torch.bool)",
              "    real = torch.ones(len(is_padding), dtype=torch.bool)"),
         ),
         wrong(
             "only padding",
             "你留下的正好是补的样本：is_padding 为 True 的才是要去掉的，取反再用。",
-            "You kept exactly the padding: True in is_padding marks what to leave out, so invert "
-            "it.",
+            "You kept exactly the padding: True in is_padding marks what to leave out, so "
+            "invert it.",
             ("    real = ~torch.tensor", "    real = torch.tensor"),
         ),
         wrong(
             "mean of means",
-            "你对各 rank 的平均值再求了平均。真实样本的个数不同时，这样不对（一个都没有时还会得到 "
-            "NaN）：要把和与个数分别加起来，再相除。",
-            "You averaged the ranks' means. With different numbers of real samples that is wrong "
-            "(and NaN when a rank has none): add up sums and numbers separately, then divide.",
+            "你对各 rank 的平均值再求了平均。真实样本的个数不同时，这样不对（一个都没有时还会得"
+            "到 NaN）：要把和与个数分别加起来，再相除。",
+            "You averaged the ranks' means. With different numbers of real samples that is "
+            "wrong (and NaN when a rank has none): add up sums and numbers separately, then "
+            "divide.",
             ("    dist.all_reduce(pair)\n    return pair[0] / pair[1]",
              "    mean = pair[0] / pair[1]\n    dist.all_reduce(mean)\n"
              "    return mean / dist.get_world_size()"),
@@ -94,8 +105,8 @@ EXERCISES = (
         wrong(
             "local",
             "每个 rank 只算了自己的样本，各 rank 的结果不同：和与个数都要先 all_reduce。",
-            "Each rank used its own samples only, and the ranks disagree: all_reduce both the sum "
-            "and the number.",
+            "Each rank used its own samples only, and the ranks disagree: all_reduce both the "
+            "sum and the number.",
             ("    dist.all_reduce(pair)\n", ""),
         ),
         wrong(
@@ -130,8 +141,8 @@ EXERCISES = (
             "one step late",
             "差了一步：第 0 步就要上升一份，第 warmup_steps - 1 步到达 target。用 (step + 1) / "
             "warmup_steps。",
-            "Off by one: step 0 has already risen by one increment, and step warmup_steps - 1 is "
-            "at the target. Use (step + 1) / warmup_steps.",
+            "Off by one: step 0 has already risen by one increment, and step warmup_steps - 1 "
+            "is at the target. Use (step + 1) / warmup_steps.",
             ("(step + 1) / warmup_steps", "step / warmup_steps"),
         ),
         wrong(
@@ -152,10 +163,10 @@ EXERCISES = (
     Exercise("2.9", "train", (
         wrong(
             "same rows",
-            "每个 rank 都用了整个全局 batch：损失看起来是对的，但没有分担任何工作。取自己的那一份"
-            "行。",
-            "Every rank used the whole global batch: the losses look right, but no work is shared. "
-            "Take your own share of the rows.",
+            "每个 rank 都用了整个全局 batch：损失看起来是对的，但没有分担任何工作。取自己的那一"
+            "份行。",
+            "Every rank used the whole global batch: the losses look right, but no work is "
+            "shared. Take your own share of the rows.",
             ("        x, y = inputs.chunk(world_size)[rank], targets.chunk(world_size)[rank]",
              "        x, y = inputs, targets"),
         ),
@@ -190,8 +201,8 @@ EXERCISES = (
         wrong(
             "local loss",
             "返回的是本 rank 的损失，各 rank 不同：先 all_reduce，再除以 world_size。",
-            "The returned losses are this rank's own and differ from rank to rank: all_reduce them "
-            "and divide by the world size.",
+            "The returned losses are this rank's own and differ from rank to rank: all_reduce "
+            "them and divide by the world size.",
             ("        dist.all_reduce(loss)\n        losses.append(loss.item() / world_size)",
              "        losses.append(loss.item())"),
         ),
