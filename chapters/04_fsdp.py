@@ -236,11 +236,12 @@ for strategy in STRATEGIES:
 
 # %%
 STATES = ("parameters", "gradients", "optimizer")
+print("bytes per parameter at the fullest moment of a step")
 for strategy in STRATEGIES:
     per_parameter = {k: memory[0][strategy][k] / config.parameters for k in STATES}
     total = sum(per_parameter.values())
     print(f"{strategy:>14}:", *(f"{k} {v:4.2f} " for k, v in per_parameter.items()),
-          f"= {total:5.2f} bytes per parameter, {total / 16:.0%} of DDP")
+          f"= {total:5.2f} bytes, {total / 16:.0%} of DDP")
 
 # %%
 P, N = config.parameters, 4
@@ -489,6 +490,7 @@ def reduce_gradients(unit):
     unit.shard.grad = torch.empty_like(unit.shard)
     coll.reduce_scatter(unit.shard.grad, flat, "mean")
 
+# %%
 def forward_backward(units, inputs, targets, keep=False):
     """One FSDP step up to the gradients. `keep`: parameters stay whole until backward."""
     saved, x = [], inputs
@@ -497,13 +499,15 @@ def forward_backward(units, inputs, targets, keep=False):
         x = x.detach().requires_grad_(x.is_floating_point())
         saved.append((x, unit.layer(x)))
         x = saved[-1][1]
-        keep or free(unit)
+        if not keep:
+            free(unit)
     logits = x.detach().requires_grad_()
     loss = md.loss_fn(logits, targets)
     loss.backward()
     gradient = logits.grad
     for unit in reversed(units):                     # 2. backward
-        keep or gather(unit)
+        if not keep:
+            gather(unit)
         x, output = saved.pop()
         output.backward(gradient)
         gradient = x.grad
@@ -851,13 +855,17 @@ def begin_reduce(unit, wire):
     return wire.carry("reduce", work, 3 / 4 * unit.nbytes)
 
 # %%
+def get_ready(unit, ahead, wire):
+    begin_gather(unit, wire)
+    finish_gather(unit)
+    for other in ahead:
+        begin_gather(other, wire)                                # travels while we compute
+
+# %%
 def overlapped(units, inputs, targets, wire, prefetch=1):
     saved, x, reducing = [], inputs, []
     for i, unit in enumerate(units):
-        begin_gather(unit, wire)
-        finish_gather(unit)
-        for later in units[i + 1 : i + 1 + prefetch]:            # travels while we compute
-            begin_gather(later, wire)
+        get_ready(unit, units[i + 1 : i + 1 + prefetch], wire)
         with span(f"F{i}"):
             x = x.detach().requires_grad_(x.is_floating_point())
             saved.append((x, unit.layer(x)))
@@ -868,10 +876,7 @@ def overlapped(units, inputs, targets, wire, prefetch=1):
     loss.backward()
     gradient = logits.grad
     for i, unit in reversed(list(enumerate(units))):
-        begin_gather(unit, wire)
-        finish_gather(unit)
-        for earlier in units[max(0, i - prefetch) : i][::-1]:
-            begin_gather(earlier, wire)
+        get_ready(unit, units[max(0, i - prefetch) : i][::-1], wire)
         with span(f"B{i}"):
             x, output = saved.pop()
             output.backward(gradient)
@@ -898,7 +903,7 @@ for prefetch in (0, 1, 2):
             loss = overlapped(units, *rows.at(0, rank, world_size), wire, prefetch)
         taken = time.perf_counter() - start
         spans = [(s.name, s.lane, s.start, s.end) for s in m.timeline.spans
-                 if s.lane == "wait" or s.name[1:].isdigit()]
+                 if s.name == "wait" or s.name[1:].isdigit()]
         steps.append((taken, spans + wire.messages))
     losses.append(loss)
     taken, lines[prefetch] = min(steps)
@@ -923,7 +928,7 @@ for ax in axes:
 # %% [markdown]
 # <div lang="zh">
 #
-# （每种取 6 步里最快的一步，rank 0。）上图：红、蓝交替，每条红的下面都是灰色的等待。下图：收集与计算同时进行。等待省掉了大半，但不会全没：第一层没有“之前”可用；反向里每层有一次收集**加**一次 reduce-scatter，通信本来就比计算多。预取更多层只能抹平抖动：网线一旦一直忙着，再早排队也不会更快，却要多占一个单元的内存。
+# （每种取 6 步里最快的一步，rank 0。）上图：红、蓝交替，每条红的下面都是灰色的等待。下图：收集与计算同时进行，reduce-scatter 也一样，发出之后不等它，下一层的反向接着算。等待省掉了一大块，但不会全没：第一层没有“之前”可用；反向里每层有一次收集**加**一次 reduce-scatter，通信本来就比计算多。预取更多层只能抹平抖动：网线一旦一直忙着，再早排队也不会更快，却要多占一个单元的内存。
 #
 # 数字每次运行都会变；不变的是**次序**。看 `md.FSDP` 真正发出的次序（3 层的模型，第二步；`>` 是发出收集，`F`、`B` 是开始计算，`<` 是发出 reduce-scatter，R 是根单元）：
 #
@@ -931,7 +936,7 @@ for ax in axes:
 #
 # <div lang="en">
 #
-# (The fastest of 6 steps each, rank 0.) Above: red and blue take turns, and under every red there is grey waiting. Below: gathers run alongside compute. Most of the waiting is gone, but not all: nothing comes before the first layer, and in backward every layer has a gather **and** a reduce-scatter, so there is more communication than compute to begin with. Still more layers ahead only smooth out jitter: once the wire is busy all the time, queueing earlier makes it no faster, and costs the memory of one more unit.
+# (The fastest of 6 steps each, rank 0.) Above: red and blue take turns, and under every red there is grey waiting. Below: gathers run alongside compute, and so do reduce-scatters, which leave while the next layer's backward goes on. Much of the waiting is gone, but not all: nothing comes before the first layer, and in backward every layer has a gather **and** a reduce-scatter, so there is more communication than compute to begin with. Still more layers ahead only smooth out jitter: once the wire is busy all the time, queueing earlier makes it no faster, and costs the memory of one more unit.
 #
 # Numbers change from run to run; the **order** does not. Here is the order in which `md.FSDP` really issues things (3 layers, second step; `>` a gather is issued, `F` and `B` a computation begins, `<` a reduce-scatter is issued, R is the root unit):
 #
