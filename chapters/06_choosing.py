@@ -395,9 +395,10 @@ def one_process(inputs, targets):
 reference = train(one_process, model.parameters(), batches.at)
 
 # %% [markdown]
+# ### 先错一次：数据按 rank 分 | First a mistake: data dealt out by rank
+
+# %% [markdown]
 # <div lang="zh">
-#
-# ### 先错一次：数据按 rank 分
 #
 # 数据并行时我们写 `batches.at(step, rank, world_size)`。照搬到三维里会怎样？
 #
@@ -406,8 +407,6 @@ reference = train(one_process, model.parameters(), batches.at)
 # </div>
 #
 # <div lang="en">
-#
-# ### First a mistake: data dealt out by rank
 #
 # With data parallelism we wrote `batches.at(step, rank, world_size)`. What if that is carried over?
 #
