@@ -92,13 +92,16 @@ def _attempt(identifier, code, solution, others) -> Attempt:
                 if name not in mine:
                     return Attempt(missing=name)
             _stand_in(mine, solution, identifier, others, borrowed)
-            value = run(types.SimpleNamespace(**mine, spy=spy))
+            asked = _Mine(mine | {"spy": spy})
+            value = run(asked)
     except NotImplementedError as error:
         if NOT_WRITTEN not in str(error):
             raise
         return Attempt(unwritten=True, dirty=bool(spy.events))
     dirty = spy.unfinished or threading.active_count() > threads or not dist.is_initialized()
-    return Attempt(plain(value), borrowed=tuple(borrowed), dirty=dirty)
+    used = _reachable(mine, asked.names)
+    needed = tuple(number for number in borrowed if used & set(others[number]))
+    return Attempt(plain(value), borrowed=needed, dirty=dirty)
 
 
 def load(code: Code, name: str = "mine") -> dict[str, Any]:
@@ -134,6 +137,40 @@ def _stand_in(mine: dict, solution: Code, identifier: str, others, borrowed: lis
             setattr(mine["_module"], name, ours[name])
     # And the other way: where ours calls what the learner has written, it is the learner's.
     vars(ours["_module"]).update(written)
+
+
+class _Mine:
+    """The learner's functions as attributes; remembers which of them were asked for."""
+
+    def __init__(self, values: dict[str, Any]):
+        self.values = values
+        self.names: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        self.names.add(name)
+        return self.values[name]
+
+
+def _reachable(mine: dict, names: set[str]) -> set[str]:
+    """`names`, and whatever global names their functions and classes mention, and so on."""
+    found: set[str] = set()
+    todo = list(names)
+    while todo:
+        name = todo.pop()
+        if name in found or name not in mine:
+            continue
+        found.add(name)
+        value = mine[name]
+        for part in vars(value).values() if isinstance(value, type) else [value]:
+            part = getattr(part, "__func__", part)
+            if isinstance(part, types.FunctionType):
+                todo += _mentioned(part.__code__)
+    return found
+
+
+def _mentioned(code: types.CodeType) -> set[str]:
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return set(code.co_names).union(*map(_mentioned, inner))
 
 
 def _complete(mine: dict, ours: dict) -> None:

@@ -58,9 +58,11 @@ def show_verdict(console: Console, verdict: Verdict, language: str) -> None:
             console.print(Text("    " + printed), style="dim", soft_wrap=True)
     if verdict.borrowed and verdict.status != NOT_WRITTEN:
         numbers = ", ".join(verdict.borrowed)
-        zh = f"（{numbers} 你还没有写，这里先用了我们的。）"
-        en = f"(Yours for {numbers} is not written yet: ours stood in.)"
+        zh = f"（用到了你还没有写的 {numbers}，这里先用了我们的。）"
+        en = f"(It uses {numbers}, not written yet: ours stood in.)"
         console.print(Text("    " + " ".join(both(zh, en, language))), style="dim", soft_wrap=True)
+    if verdict.status in (FAILED, TIMEOUT):
+        console.print()
 
 
 def show_task(console: Console, task: Task, language: str) -> None:

@@ -122,6 +122,16 @@ EXERCISES = (
             "torch.stack, not torch.cat.",
             ("torch.stack(rows)", "torch.cat(rows)"),
         ),
+        wrong(
+            "library",
+            "结果对，但用了现成的集合通信：这一题只用 pass_on。",
+            "The result is right, but it came from a ready-made collective: use only pass_on here.",
+            ("        piece = pass_on(piece)\n", "        piece = pass_on_with_the_library(piece, rank, n)\n"),
+            ("    rank, n = dist.get_rank(), dist.get_world_size()\n",
+             "    def pass_on_with_the_library(x, rank, n):\n        parts = [torch.empty_like(x) for _ in range(n)]\n"
+             "        dist.all_gather(parts, x)\n        return parts[(rank - 1) % n]\n\n"
+             "    rank, n = dist.get_rank(), dist.get_world_size()\n"),
+        ),
     ), world=4),
     Exercise("0.3", "tree_broadcast", (
         wrong(
@@ -154,9 +164,15 @@ EXERCISES = (
             story=r"deadlock|rank \d+ does not exist",
         ),
         wrong(
+            "library",
+            "结果对，但用了 dist.broadcast：这一题要用 send 和 recv 自己写。",
+            "The result is right, but it came from dist.broadcast: write it with send and recv.",
+            ("    while reach < n:\n", "    dist.broadcast(x, root)\n    while False:\n"),
+        ),
+        wrong(
             "too few rounds",
-            "轮数不够，离 root 最远的 rank 没有收到：循环要继续到 reach >= n 为止（ceil(log2(n)) "
-            "轮）。",
+            "轮数不够，离 root 最远的 rank 没有收到：循环要继续到 reach >= n 为止"
+            "（ceil(log2(n)) 轮）。",
             "Too few rounds: the ranks farthest from the root received nothing. Go on until "
             "reach >= n (ceil(log2(n)) rounds).",
             ("    while reach < n:", "    while reach < n // 2:"),
@@ -243,6 +259,12 @@ EXERCISES = (
              "    total, piece = x.clone(), x\n    for _ in range(n - 1):\n"
              "        piece = pass_on(piece)\n        total = total + piece\n    return total\n"
              "    flat = x.flatten()\n"),
+        ),
+        wrong(
+            "library",
+            "结果对，但用了 dist.all_reduce：这一题要用 pass_on 自己写。",
+            "The result is right, but it came from dist.all_reduce: write it with pass_on.",
+            ("    flat = x.flatten()\n", "    total = x.clone()\n    dist.all_reduce(total)\n    return total\n    flat = x.flatten()\n"),
         ),
         wrong(
             "x changed",
