@@ -297,13 +297,13 @@ figures.scaling_curves(seconds);
 # %% [markdown]
 # <div lang="zh">
 #
-# 两个核，所以到 2 个 rank 为止才有真正的加速；极小的模型分得越开越慢，因为一次通信比全部计算还贵。分布式不是免费的：**算得够多，传得够少**，才划算。
+# 这份输出来自一台两核的机器，所以到 2 个 rank 为止才有真正的加速（你的机器核多，会更好看）；极小的模型分得越开越慢，因为一次通信比全部计算还贵。分布式不是免费的：**算得够多，传得够少**，才划算。
 #
 # </div>
 #
 # <div lang="en">
 #
-# Two cores, hence real speed-up only up to 2 ranks; the tiny model gets slower the more it is spread out, because one message costs more than all of its compute. Distribution is not free: it pays when there is **enough to compute and little to send**.
+# These outputs come from a machine with two cores, hence real speed-up only up to 2 ranks (yours may have more); the tiny model gets slower the more it is spread out, because one message costs more than all of its compute. Distribution is not free: it pays when there is **enough to compute and little to send**.
 #
 # </div>
 
@@ -552,7 +552,8 @@ sizes = [4**k for k in range(5, 16)]
 for name in ALL_REDUCE:
     ax.plot(sizes, [modelled(name, 64, size, 10e-6, 50e9) * 1e3 for size in sizes], label=name)
 ax.set(xscale="log", yscale="log", xlabel="bytes", ylabel="ms")
-ax.set_title("all-reduce, 64 cards, by the cost model", loc="left", fontsize=10)
+ax.set_title(figures.label("all-reduce on 64 cards, modelled", "64 卡 all-reduce，模型估算"),
+             loc="left", fontsize=10)
 set_legend(ax)
 
 # %% [markdown]
@@ -866,8 +867,9 @@ config = md.GPTConfig(seq=32, width=64, layers=8)
 inputs, targets = TextBatches(load_tokens(), 32, 16).at(0)
 alone = md.loss_fn(md.build_gpt(config)(inputs), targets).item()
 print(f"loss: pipeline {loss[3]:.6f}, one process {alone:.6f}")
-figures.gantt(figures.measured_slots(lines), unit="s", title="naive, measured")
-figures.gantt(md.schedule("naive", 4, 4).simulate(f=1, b=2).slots, title="naive, planned");
+figures.gantt(figures.measured_slots(lines), unit="s", title=figures.label("naive, measured", "实测"))
+figures.gantt(md.schedule("naive", 4, 4).simulate(f=1, b=2).slots,
+              title=figures.label("naive, planned", "计划"));
 
 # %% [markdown]
 # <div lang="zh">

@@ -252,7 +252,7 @@ worst = {name: max((r[name] for r in results), key=lambda one: sum(one["held"].v
          for name in names}
 figures.memory_bars({"one process": {k: single["peak"][k] for k in kinds},
                      **{name: {k: worst[name]["peak"][k] for k in kinds} for name in names}},
-                    title="memory of the fullest rank, each kind at its own peak")
+                    title=figures.label("fullest rank, each kind at its peak", "最满的 rank，各类的峰值"))
 figures.traffic_bars({name: {op: total["sent_bytes"] for op, total in
                              worst[name]["sent"]["by_op"].items()} for name in names});
 

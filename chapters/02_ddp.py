@@ -544,8 +544,6 @@ losses = compare(overlapped)
 # </div>
 
 # %%
-from minidist.learn.style import label
-
 def timeline_of(prepare):
     """The spans of the fastest of 10 steps (others may be disturbed by what else runs here)."""
     model = md.build_gpt(config)
@@ -566,7 +564,7 @@ def timeline_of(prepare):
 # %%ranks 4 --fast
 pair = timeline_of(flat), timeline_of(overlapped)
 if rank == 0:
-    for line, name in zip(pair, (label("flat", "扁平"), label("overlapped", "重叠"))):
+    for line, name in zip(pair, (figures.label("flat", "扁平"), figures.label("overlapped", "重叠"))):
         figures.timeline([line], title=name)
 
 # %% [markdown]
@@ -695,7 +693,7 @@ def train_wrapped(wrap):
 
 # %%
 # %%ranks 4 --out losses,torch_losses --fast
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel  # torch 2.13's crashes without --fast
 
 losses = train_wrapped(md.DDP)
 torch_losses = train_wrapped(DistributedDataParallel)
@@ -970,7 +968,7 @@ figures.traffic_bars(rows[0], {"every micro-batch": 4 * once, "no_sync": once});
 # 文档给的两样东西：`init_process_group(backend="nccl")` 让进程互相找到，`DistributedSampler` 让它们读不同的数据。
 #
 # - **后端（backend）**：GPU 用 `nccl`，CPU 用 `gloo`。`%%ranks` 已经替我们初始化好了；脚本里用 `with md.init():`，它读取 `torchrun` 给的环境变量，并自己选后端（第 7 章）。
-# - **采样器**：每轮（epoch）把全体样本洗一次牌，第 r 个 rank 取第 r, r+N, r+2N… 张。
+# - **采样器**：每轮（epoch）把全体样本洗一次牌，第 r 个 rank 取第 r、r+N、r+2N…… 个。
 #
 # **先猜**：10 个样本分给 4 个 rank，每个 rank 几个？
 #
@@ -1074,14 +1072,15 @@ big = {f"batch 32, lr x {factor}": curve(32, 0.03 * factor, rank=rank, world_siz
        for factor in (1, 2, 4)}
 
 # %%
-figures.loss_curves({"batch 8": curve(8, 0.03), **big[0]}, title="held-out loss, every 256 rows");
+title = figures.label("held-out loss, every 256 rows", "验证损失，每 256 行")
+figures.loss_curves({"batch 8": curve(8, 0.03), **big[0]}, title=title);
 
 # %% [markdown]
 # <div lang="zh">
 #
 # ×4 几乎压在小 batch 的曲线上，不变的那条落后很多。
 #
-# 但学习率有上限。训练刚开始时权重变化最快，也最容易越过这个上限。换成带动量的 SGD 和更大的学习率，**先猜**：不预热会怎样？
+# 但学习率有上限。训练刚开始时权重变化最快，也最容易越过这个上限。换成带动量（0.9）的 SGD 和更大的学习率 0.5，**先猜**：不预热会怎样？
 #
 # </div>
 #
@@ -1089,7 +1088,7 @@ figures.loss_curves({"batch 8": curve(8, 0.03), **big[0]}, title="held-out loss,
 #
 # ×4 lies nearly on top of the small batch, the unchanged rate is far behind.
 #
-# But there is a limit to the rate, and it is passed most easily at the beginning, when weights change fastest. With momentum and a larger rate, **predict**: what happens without warm-up?
+# But there is a limit to the rate, and it is passed most easily at the beginning, when weights change fastest. With momentum (0.9) and a larger rate of 0.5, **predict**: what happens without warm-up?
 #
 # </div>
 
@@ -1100,7 +1099,7 @@ big = {"no warm-up": curve(32, 0.5, momentum=0.9, **ranks),
        "16 steps of warm-up": curve(32, 0.5, 16, start_lr=0.03, momentum=0.9, **ranks)}
 
 # %%
-ax = figures.loss_curves(big[0], title="held-out loss, every 256 rows; lr 0.5, momentum 0.9")
+ax = figures.loss_curves(big[0], title=title)
 ax.set_ylim(2.8, 8);
 
 # %% [markdown]
