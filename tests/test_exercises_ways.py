@@ -4,9 +4,11 @@ import ast
 import re
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from programs import until
 from submissions import filled
 
 from minidist.learn import compare, exercise_notebook, strip
@@ -34,6 +36,7 @@ BODIES = {
     "exits at once": ("import os\nos._exit(0)", "failed", "ended its process"),
     "kills itself": ("import os\nos.kill(os.getpid(), 9)", "failed", "SIGKILL"),
     "endless": ("while True:\n    pass", "timeout", "Not finished within 3 s"),
+    "prints for ever": ("while True:\n    print('x' * 1000)", "timeout", "Not finished within 3 s"),
     "one rank only": ("if dist.get_rank() == 0:\n    dist.barrier()", "timeout", "deadlock"),
     "other collectives": (
         "x = torch.zeros(2)\n"
@@ -60,7 +63,7 @@ BODIES = {
 def test_a_bad_submission_is_a_result_and_the_next_check_works(grader, name):
     body, status, words = BODIES[name]
     code = Code("/somewhere/set2_ddp.py", filled(_2_1=body))
-    grader.seconds = 3.0 if name == "endless" else None
+    grader.seconds = 3.0 if status == "timeout" and "Not finished" in words else None
     try:
         verdict = grader.check("2.1", code)
     finally:
@@ -85,6 +88,30 @@ def test_a_fork_is_not_a_second_answer(grader):
         verdict = grader.check("2.1", Code("/somewhere/set2_ddp.py", text))
         assert verdict.known_mistake == "local", verdict
     assert grader.check("2.2", solution("2.2")).status == "passed"
+
+
+def test_processes_that_a_submission_starts_end_with_it(grader, tmp_path):
+    note = tmp_path / "pids"
+    body = f"""
+        import os, subprocess, time
+        with open({str(note)!r}, "a") as file:
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(600)
+            print(pid, subprocess.Popen(["sleep", "600"]).pid, file=file)
+    """
+    assert grader.check("2.1", Code("/a/set2_ddp.py", filled(_2_1=body))).known_mistake == "local"
+    pids = [int(pid) for pid in note.read_text().split()]
+    assert len(pids) == 4
+    grader.new_submission()
+    assert until(lambda: not any(alive(pid) for pid in pids), 10)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_megabyte_of_output_is_cut(grader):

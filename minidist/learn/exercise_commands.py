@@ -163,17 +163,16 @@ def _watch(
     checked: dict[str, str] = {}
     with Grader(timeout) as grader:
         while True:
-            changed = [t for t in tasks if checked.get(t.id) != written(folder, t)]
-            # A file is empty or half there while an editor writes it.
-            time.sleep(POLL if not changed else 0.05)
-            if not changed or any(checked.get(t.id) == written(folder, t) for t in changed):
+            now = {t.id: written(folder, t) for t in tasks}
+            time.sleep(POLL)
+            changed = [t for t in tasks if checked.get(t.id) != now[t.id]]
+            # A file is empty or half there while an editor writes it: wait until it stays the same.
+            if not changed or any(now[t.id] != written(folder, t) for t in changed):
                 continue
-            checked |= {t.id: written(folder, t) for t in changed}
+            checked |= {t.id: now[t.id] for t in changed}
             console.rule(time.strftime("%H:%M:%S"))
-            verdicts = _grade(console, grader, folder, changed, lang, remember=True)
+            _grade(console, grader, folder, changed, lang, remember=True)
             report.show_progress(console, Progress.of(folder), lang)
-            if all(v.status == PASSED for v in verdicts):
-                grader.new_submission()
 
 
 # ------------------------------------------------------------------------------- many submissions
