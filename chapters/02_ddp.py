@@ -57,7 +57,7 @@ from minidist.train.data import TextBatches, load_tokens
 #
 # 起点相同，每步加上的更新也相同，所以副本永远相同。没有人分发参数，也没有主节点，同步完全靠第 2 步。
 #
-# **先猜**：全局 batch 有 16 行，分给 4 个 rank，每个 rank 对自己的 4 行求平均损失再反向。四份梯度的平均，和单个进程对 16 行求平均损失得到的梯度，是完全相等、近似相等，还是差 4 倍？
+# **先猜**：全局 batch 有 64 行，分给 4 个 rank，每个 rank 对自己的 16 行求平均损失再反向。四份梯度的平均，和单个进程对 64 行求平均损失得到的梯度，是完全相等、近似相等，还是差 4 倍？
 #
 # </div>
 #
@@ -71,7 +71,7 @@ from minidist.train.data import TextBatches, load_tokens
 #
 # Equal starting points plus equal updates: the replicas stay equal for ever. Nobody hands out parameters and there is no master; step 2 does all the synchronising.
 #
-# **Predict**: a global batch of 16 rows is dealt to 4 ranks; each takes the mean loss of its 4 rows and runs backward. Is the mean of the four gradients equal to the gradient of one process's mean loss over all 16 rows: exactly, nearly, or off by a factor of 4?
+# **Predict**: a global batch of 64 rows is dealt to 4 ranks; each takes the mean loss of its 16 rows and runs backward. Is the mean of the four gradients equal to the gradient of one process's mean loss over all 64 rows: exactly, nearly, or off by a factor of 4?
 #
 # </div>
 
@@ -97,7 +97,7 @@ from minidist.train.data import TextBatches, load_tokens
 
 # %%
 config = md.GPTConfig(seq=64, width=64, layers=4)
-batches = TextBatches(load_tokens(), seq=64, batch=16)   # 16 rows over all ranks
+batches = TextBatches(load_tokens(), seq=64, batch=64)   # 64 rows over all ranks
 STEPS, LR = 8, 0.2
 
 def train(prepare, rank=0, world_size=1):
@@ -230,7 +230,7 @@ figures.loss_curves({"one process": reference, "4 ranks": global_loss}, "one pro
 # %% [markdown]
 # <div lang="zh">
 #
-# 答案：**数学上完全相等，浮点上近似相等**。平均的平均等于总平均，前提是每个 rank 的行数相同；剩下约 1e-7 的差别来自 float32 加法的次序（16 行一起加，或 4 行 4 行地加）。
+# 答案：**数学上完全相等，浮点上近似相等**。平均的平均等于总平均，前提是每个 rank 的行数相同；剩下约 1e-7 的差别来自 float32 加法的次序（64 行一起加，或 16 行 16 行地加）。
 #
 # 两个常见的变体都是错的：
 #
@@ -241,7 +241,7 @@ figures.loss_curves({"one process": reference, "4 ranks": global_loss}, "one pro
 #
 # <div lang="en">
 #
-# The answer: **exactly equal in mathematics, nearly equal in floating point**. A mean of means is the overall mean as long as every rank has the same number of rows; what is left, around 1e-7, is the order of float32 additions (16 rows in one go, or 4 and 4).
+# The answer: **exactly equal in mathematics, nearly equal in floating point**. A mean of means is the overall mean as long as every rank has the same number of rows; what is left, around 1e-7, is the order of float32 additions (64 rows in one go, or 16 at a time).
 #
 # Two popular variants are wrong:
 #
@@ -256,13 +256,13 @@ figures.loss_curves({"one process": reference, "4 ranks": global_loss}, "one pro
 # %% [markdown]
 # <div lang="zh">
 #
-# 正确了，快不快？每次集合通信都有固定开销（**延迟 latency**）再加上与字节数成正比的时间（**带宽 bandwidth**）。我们的 4 个 rank 在同一台机器上，几乎没有延迟。为了看到真实网络上的差别，下面的 `Network` **模拟**一条慢网线：每条消息在收发两端排队，花 `latency + 字节数 / bandwidth`，数据本身仍然真的传过去。表里两种时间都会给出。
+# 正确了，快不快？每次集合通信都有固定开销（**延迟 latency**）再加上与字节数成正比的时间（**带宽 bandwidth**）。我们的 rank 都在同一台机器上，几乎没有延迟。为了看到真实网络上的差别，下面的 `Network` **模拟**一条慢网线：每条消息在收发两端排队，花 `latency + 字节数 / bandwidth`，数据本身仍然真的传过去。表里两种时间都会给出。计时用 2 个 rank：rank 比核多的时候，量到的主要是抢核。
 #
 # </div>
 #
 # <div lang="en">
 #
-# Right, but fast? Every collective costs a fixed time (**latency**) plus a time in proportion to its bytes (**bandwidth**). Our 4 ranks live in one machine and have next to no latency. To see what a real network would make of it, `Network` below **emulates** a slow wire: messages queue up, and each takes `latency + bytes / bandwidth`; the data still really travels. The tables show both times.
+# Right, but fast? Every collective costs a fixed time (**latency**) plus a time in proportion to its bytes (**bandwidth**). Our ranks live in one machine and have next to no latency. To see what a real network would make of it, `Network` below **emulates** a slow wire: messages queue up, and each takes `latency + bytes / bandwidth`; the data still really travels. The tables show both times. We time with 2 ranks: with more ranks than cores one would mostly measure the fight for cores.
 #
 # </div>
 
@@ -301,14 +301,14 @@ def one_step(model, average_gradients, step=0):
     model.zero_grad()
 
 def report(prepare):
-    """Messages and bytes of one step; best milliseconds of 7, here and on the emulated network."""
+    """Messages and bytes of one step; best milliseconds of 5, here and on the emulated network."""
     row = []
-    for wire in (Network(), Network(latency=0.5e-3, bandwidth=100e6)):
+    for wire in (Network(), Network(latency=0.5e-3, bandwidth=40e6)):
         model = md.build_gpt(config)
         average_gradients = prepare(model, wire)
         one_step(model, average_gradients)
         times = []
-        for step in range(7):
+        for step in range(5):
             coll.barrier()
             start = time.perf_counter()
             one_step(model, average_gradients, step)
@@ -332,7 +332,7 @@ def per_parameter(model, wire=Network()):
     return average_gradients
 
 # %%
-# %%ranks 4 --fast
+# %%ranks 2 --fast
 report(no_communication)
 report(per_parameter)
 
@@ -383,7 +383,7 @@ def flat(model, wire=Network()):
     return average_gradients
 
 # %%
-# %%ranks 4 --fast
+# %%ranks 2 --fast
 report(flat)
 losses = compare(flat)
 
@@ -460,7 +460,7 @@ def in_buckets(model, wire=Network()):
     return average_gradients
 
 # %%
-# %%ranks 4 --fast
+# %%ranks 2 --fast
 report(in_buckets)
 losses = compare(in_buckets)
 
@@ -487,7 +487,7 @@ losses = compare(in_buckets)
 #
 # **钩子（hook）→ 桶满 → 立刻开始 all-reduce，不等它 → 反向继续 → 最后统一等待。**
 #
-# 这四个词就是 DDP 的全部机制。
+# 这一行就是 DDP 的全部机制。
 #
 # **先猜**：在模拟网络上，第四步的时间会接近 `no_communication`、接近 `flat`，还是在两者之间？
 #
@@ -525,7 +525,7 @@ def overlapped(model, wire=Network(), cap=CAP):
     return average_gradients
 
 # %%
-# %%ranks 4 --fast
+# %%ranks 2 --fast
 for prepare in (no_communication, per_parameter, flat, in_buckets, overlapped):
     report(prepare)
 losses = compare(overlapped)
@@ -545,11 +545,11 @@ losses = compare(overlapped)
 
 # %%
 def timeline_of(prepare):
-    """The spans of the fastest of 10 steps (others may be disturbed by what else runs here)."""
+    """The spans of the fastest of 6 steps (others may be disturbed by what else runs here)."""
     model = md.build_gpt(config)
-    average_gradients = prepare(model, Network(latency=0.5e-3, bandwidth=100e6))
+    average_gradients = prepare(model, Network(latency=0.5e-3, bandwidth=40e6))
     fastest = float("inf")
-    for step in range(10):
+    for step in range(6):
         coll.barrier()
         with md.measure(memory=False, traffic=False) as m:
             one_step(model, average_gradients)
@@ -561,7 +561,7 @@ def timeline_of(prepare):
     return best
 
 # %%
-# %%ranks 4 --fast
+# %%ranks 2 --fast
 pair = timeline_of(flat), timeline_of(overlapped)
 if rank == 0:
     for line, name in zip(pair, (figures.label("flat", "扁平"), figures.label("overlapped", "重叠"))):
@@ -587,9 +587,9 @@ if rank == 0:
 # %%
 def milliseconds(cap):
     model = md.build_gpt(config)
-    average_gradients = overlapped(model, Network(latency=0.5e-3, bandwidth=100e6), cap)
+    average_gradients = overlapped(model, Network(latency=0.5e-3, bandwidth=40e6), cap)
     times = []
-    for step in range(7):
+    for step in range(5):
         coll.barrier()
         start = time.perf_counter()
         one_step(model, average_gradients, step)
@@ -597,22 +597,23 @@ def milliseconds(cap):
     return min(times) * 1e3
 
 # %%
-# %%ranks 4 --fast
+# %%ranks 2 --fast
 for cap in (1, 64 * 1024, 256 * 1024, 4 * 2**20):
     count, taken = len(fill_buckets(md.build_gpt(config), cap)), milliseconds(cap)
     if rank == 0:
-        print(f"bucket of {cap / 1024:>6.0f} kB: {count:>2} buckets, {taken:4.0f} ms")
+        size = "one tensor" if cap == 1 else f"{cap // 1024} kB"
+        print(f"bucket of {size:>10}: {count:>2} buckets, {taken:4.0f} ms")
 
 # %% [markdown]
 # <div lang="zh">
 #
-# 时间每次运行都会有出入（4 个 rank 挤在这台机器的核上），但形状不变：两头慢，中间快。PyTorch 的默认值是 25 MB，第一个桶只有 1 MB，好让网络早点忙起来。
+# 时间每次运行都会有出入，但形状不变：两头慢，中间快。PyTorch 的默认值是 25 MB，第一个桶只有 1 MB，好让网络早点忙起来。
 #
 # </div>
 #
 # <div lang="en">
 #
-# The times vary from run to run (4 ranks share the cores of this machine), the shape does not: slow at both ends, fast in the middle. PyTorch's default is 25 MB, with a first bucket of only 1 MB to get the network busy early.
+# The times vary from run to run, the shape does not: slow at both ends, fast in the middle. PyTorch's default is 25 MB, with a first bucket of only 1 MB to get the network busy early.
 #
 # </div>
 
@@ -752,7 +753,7 @@ print("used:", model.module.used.weight.grad is not None,
 #
 # 文档说每步通信 2 倍参数量，并把 all-reduce 比作 ping-pong。更准确的图景是**环**：N 个 rank 围成一圈，先转 N−1 轮把和累加起来（reduce-scatter），再转 N−1 轮把结果传开（all-gather）。每轮每个 rank 只发 1/N，合计 $2(N-1)/N$。第 0 章用 send/recv 把它写了出来。
 #
-# **先猜**：我们有 4 个 rank，刚才 `report` 打出的字节数是参数字节数的几倍？2 个 rank 呢？
+# **先猜**：刚才计时用了 2 个 rank，`report` 打出的字节数是参数字节数（4 × 236,928）的几倍？4 个 rank 呢？
 #
 # </div>
 #
@@ -760,7 +761,7 @@ print("used:", model.module.used.weight.grad is not None,
 #
 # The document says twice the parameters per step, and likens all-reduce to ping-pong. The better picture is a **ring**: N ranks in a circle, N−1 rounds add up the sums (reduce-scatter), N−1 rounds pass the results on (all-gather). Every rank sends 1/N in each round, $2(N-1)/N$ in total. Chapter 0 builds it from send and receive.
 #
-# **Predict**: with our 4 ranks, how many times the bytes of the parameters were the bytes that `report` printed? And with 2 ranks?
+# **Predict**: we timed with 2 ranks: how many times the bytes of the parameters (4 × 236,928) were the bytes that `report` printed? And with 4 ranks?
 #
 # </div>
 

@@ -61,6 +61,8 @@ from minidist.train.data import TextBatches, load_tokens
 # %% [markdown]
 # <div lang="zh">
 #
+# 张量并行把**每一层**切给所有 rank。和数据并行不同，各 rank 看的是**同样的数据**，合算每一个矩阵。代表作是 Megatron-LM。
+#
 # 线性层就是 $Y = XA$：$X$ 的每一行是一个 token，$A$ 是权重。$A$ 有两个方向可以切：
 #
 # - **列并行（column parallel）**：按列切，也就是按**输出**特征切；
@@ -73,6 +75,8 @@ from minidist.train.data import TextBatches, load_tokens
 # </div>
 #
 # <div lang="en">
+#
+# Tensor parallelism cuts **every layer** over all ranks. Unlike in data parallelism they see **the same data** and compute each matrix together. Megatron-LM is the model of it.
 #
 # A linear layer is $Y = XA$: each row of $X$ is a token, $A$ holds the weights. $A$ can be cut in two directions:
 #
@@ -335,7 +339,7 @@ print("all gradients right")
 # %% [markdown]
 # <div lang="zh">
 #
-# 注意力也一样：q、k、v 的投影按列切，输出投影按行切。唯一的讲究是**按头切**：一个 rank 拿到若干个完整的头，头与头之间本来就互不相干，所以中间同样不用通信。我们的 `qkv` 是一个大矩阵，输出排成 `[q | k | v]`，所以要在三段里**各切一片**（`parts=3`）；直接切成四段的话，rank 0 会拿到整个 q 的大半而没有 k、v，形状却一点不错。
+# 注意力也一样：q、k、v 的投影按列切，输出投影按行切。唯一的讲究是**按头切**：一个 rank 拿到若干个完整的头，头与头之间本来就互不相干，所以中间同样不用通信。我们的 `qkv` 是一个大矩阵，输出排成 `[q | k | v]`，所以要在三段里**各切一片**（`parts=3`）；直接切成四段的话，rank 0 会拿到 q 的四分之三而没有 k、v，形状却一点不错。
 #
 # **先猜**：这样的一层，一个训练步（前向加反向）有几次 all-reduce？每次多少字节？
 #
@@ -343,7 +347,7 @@ print("all gradients right")
 #
 # <div lang="en">
 #
-# Attention works the same way: the projections of q, k and v are cut by columns, the output projection by rows. The one subtlety: cut **by heads**. A rank gets some whole heads, and heads have nothing to do with each other, so again nothing is sent in between. Our `qkv` is one large matrix with its output laid out `[q | k | v]`, so a slice is taken of **each of the three** (`parts=3`); cut into four straight away, rank 0 would get most of q and no k or v, in perfectly good shapes.
+# Attention works the same way: the projections of q, k and v are cut by columns, the output projection by rows. The one subtlety: cut **by heads**. A rank gets some whole heads, and heads have nothing to do with each other, so again nothing is sent in between. Our `qkv` is one large matrix with its output laid out `[q | k | v]`, so a slice is taken of **each of the three** (`parts=3`); cut into four straight away, rank 0 would get three quarters of q and no k or v, in perfectly good shapes.
 #
 # **Predict**: how many all-reduces does such a layer have in one training step (forward and backward), and of how many bytes?
 #
@@ -936,26 +940,35 @@ def planned(build, p, m):
     """The lists of all ranks, played on a clock: forward 1, backward 2, no processes needed."""
     return Schedule(build.__name__, p, m, 1, [build(p, m, r) for r in range(p)]).simulate(1, 2)
 
-def pipeline_step(build, m, step=0):
-    """Run one step on the ranks; returns loss, most in flight, timelines, gradients by name."""
-    stage = md.split(md.build_gpt(config), coll.world_size())[coll.rank()]
-    inputs, targets = (part.chunk(m) for part in batches.at(step))
-    coll.barrier()
-    with md.measure(memory=False, traffic=False) as measured:
-        loss, peak = run(build(coll.world_size(), m, coll.rank()), OnDevice(stage), inputs, targets)
-    lines = measured.timeline.gather()
-    return loss, peak, lines, {name: p.grad for name, p in stage.named_parameters()}
+def length(slots):
+    return max(mine[-1][2] for mine in slots) - min(mine[0][1] for mine in slots)
 
-def compare_slots(build, p, m, lines):
+def pipeline_step(build, m, tries=3):
+    """One step on the ranks. Returns loss, most in flight, measured slots (on rank 0, of the fastest
+    try: others may be using this machine), and gradients by name."""
+    best = None
+    for _ in range(tries):
+        stage = md.split(md.build_gpt(config), coll.world_size())[coll.rank()]
+        inputs, targets = (part.chunk(m) for part in batches.at(0))
+        actions = build(coll.world_size(), m, coll.rank())
+        coll.barrier()
+        with md.measure(memory=False, traffic=False) as measured:
+            loss, peak = run(actions, OnDevice(stage), inputs, targets)
+        slots = figures.measured_slots(measured.timeline.gather() or [])
+        if slots and (best is None or length(slots) < length(best)):
+            best = slots
+    return loss, peak, best, {name: p.grad for name, p in stage.named_parameters()}
+
+def compare_slots(build, p, m, slots):
     _, axes = plt.subplots(2, 1, figsize=(9, 4.6), layout="constrained")
     figures.gantt(planned(build, p, m).slots, title=f"{build.__name__}, planned", ax=axes[0])
-    figures.gantt(figures.measured_slots(lines), unit="s", title=f"{build.__name__}, measured", ax=axes[1])
+    figures.gantt(slots, unit="s", title=f"{build.__name__}, measured", ax=axes[1])
 
 # %%
 # %%ranks 4
-loss, peak, lines, grads = pipeline_step(naive, 1)
+loss, peak, slots, grads = pipeline_step(naive, 1, tries=1)
 if rank == 0:
-    compare_slots(naive, 4, 1, lines)
+    compare_slots(naive, 4, 1, slots)
 
 # %% [markdown]
 # <div lang="zh">
@@ -996,9 +1009,9 @@ def gpipe(p, m, rank):
 
 # %%
 # %%ranks 4 --out results
-loss, peak, lines, grads = pipeline_step(gpipe, 8)
+loss, peak, slots, grads = pipeline_step(gpipe, 8)
 if rank == 0:
-    compare_slots(gpipe, 4, 8, lines)
+    compare_slots(gpipe, 4, 8, slots)
 results = loss, peak, grads
 
 # %% [markdown]
@@ -1058,16 +1071,13 @@ check_pipeline(results)
 
 # %%
 # %%ranks 4
-for m in (1, 2, 4, 8, 16):
-    _, _, lines, _ = pipeline_step(gpipe, m)
+for m in (2, 4, 8, 16):
+    _, _, slots, _ = pipeline_step(gpipe, m)
     if rank == 0:
-        slots = figures.measured_slots(lines)
-        start = min(mine[0][1] for mine in slots)
-        total = max(mine[-1][2] for mine in slots) - start
         busy = sum(end - begin for mine in slots for _, begin, end in mine) / 4
         plan = planned(gpipe, 4, m)
-        print(f"m = {m:>2}: bubble / total time {plan.bubble_of_total:.0%} planned, {1 - busy / total:.0%} measured; "
-              f"bubble / ideal time {plan.bubble:.0%}")
+        print(f"m = {m:>2}: bubble / ideal time {plan.bubble:.0%}; "
+              f"bubble / total time {plan.bubble_of_total:.0%} planned, {1 - busy / length(slots):.0%} measured")
 
 # %%
 claims.show("f")
@@ -1091,7 +1101,7 @@ claims.show("f")
 # %% [markdown]
 # <div lang="zh">
 #
-# GPipe 的 rank 0 攒了 8 个微批次的激活值，m 越大攒得越多：气泡小和内存省不可兼得。**1F1B** 的主意：一旦第一个反向可以做了就马上做，之后一前一后交替，做完一个就释放一个。
+# GPipe 的 rank 0 攒了 8 个微批次的激活值，m 越大攒得越多：气泡小和内存省不可兼得。**1F1B**（今天的主流）的主意：一旦第一个反向可以做了就马上做，之后一前一后交替，做完一个就释放一个。
 #
 # 每个 rank 先做几个 F 热身（warm-up）：离最后一个 rank 越远，第一个梯度回来得越晚，所以是 p − rank − 1 个。
 #
@@ -1101,7 +1111,7 @@ claims.show("f")
 #
 # <div lang="en">
 #
-# GPipe's rank 0 piled up the activations of 8 micro-batches, and of more as m grows: a small bubble or little memory, but not both. The idea of **1F1B**: do the first backward as soon as it can be done, then alternate, one forward, one backward, and free a micro-batch each time.
+# GPipe's rank 0 piled up the activations of 8 micro-batches, and of more as m grows: a small bubble or little memory, but not both. The idea of **1F1B**, today's usual choice: do the first backward as soon as it can be done, then alternate, one forward, one backward, and free a micro-batch each time.
 #
 # Every rank warms up with a few F: the farther it is from the last rank, the later its first gradient comes back, so p − rank − 1 of them.
 #
@@ -1124,9 +1134,9 @@ for rank in range(4):
 
 # %%
 # %%ranks 4 --out results
-loss, peak, lines, grads = pipeline_step(one_f_one_b, 8)
+loss, peak, slots, grads = pipeline_step(one_f_one_b, 8)
 if rank == 0:
-    compare_slots(one_f_one_b, 4, 8, lines)
+    compare_slots(one_f_one_b, 4, 8, slots)
 results = loss, peak, grads
 
 # %%
@@ -1247,20 +1257,25 @@ def library_step(name, chunks, device):
     mine = [device(parts[plan.stage(rank, c)]) for c in range(chunks)]
     pipeline = md.Pipeline(mine, schedule=plan, microbatches=8, loss_fn=md.loss_fn)
     pipeline.step(*batches.at(0))                           # the first step agrees on shapes
-    coll.barrier()
-    with md.measure(memory=False) as m:
-        loss = pipeline.step(*batches.at(0))
-    return loss, m.traffic.by_op["send"], m.timeline.gather()
+    best = None
+    for _ in range(3):
+        coll.barrier()
+        with md.measure(memory=False) as m:
+            pipeline.step(*batches.at(0))
+        slots = figures.measured_slots(m.timeline.gather() or [])
+        if slots and (best is None or length(slots) < length(best)):
+            best = slots
+    return m.traffic.by_op["send"], best
 
 results = {}
 for name, chunks, device in (("1f1b", 1, OnDevice), ("interleaved", 2, Chunk)):
-    loss, sent, lines = library_step(name, chunks, device)
+    sent, slots = library_step(name, chunks, device)
     results[name] = sent.calls, sent.sent_bytes
     if rank == 0 and name == "interleaved":
         _, axes = plt.subplots(2, 1, figsize=(9, 4.6), layout="constrained")
         plan = md.schedule(name, 4, 8, chunks).simulate(1, 2)
         figures.gantt(plan.slots, title="interleaved, planned", ax=axes[0])
-        figures.gantt(figures.measured_slots(lines), unit="s", title="interleaved, measured", ax=axes[1])
+        figures.gantt(slots, unit="s", title="interleaved, measured", ax=axes[1])
 
 # %%
 for name, chunks in (("1f1b", 1), ("interleaved", 2)):

@@ -824,8 +824,9 @@ class Network:
         self.bandwidth, self.free_at, self.messages = bandwidth, 0.0, []
 
     def carry(self, name, work, nbytes):
+        sent = nbytes * (coll.world_size() - 1) / coll.world_size()
         begin = max(self.free_at, time.perf_counter())
-        self.free_at = begin + nbytes / self.bandwidth
+        self.free_at = begin + sent / self.bandwidth
         self.messages.append((name, "communication", begin, self.free_at))
         return work, self.free_at
 
@@ -840,7 +841,7 @@ def begin_gather(unit, wire):
     if unit.full.untyped_storage().nbytes() == 0:            # else it is here, or on its way
         unit.full.untyped_storage().resize_(unit.nbytes)
         work = coll.all_gather(unit.full, unit.shard.detach(), async_op=True)
-        unit.coming = wire.carry("gather", work, 3 / 4 * unit.nbytes)
+        unit.coming = wire.carry("gather", work, unit.nbytes)
 
 def finish_gather(unit):
     arrive(unit.coming)
@@ -852,7 +853,7 @@ def begin_reduce(unit, wire):
         p.grad = None
     unit.shard.grad = torch.empty_like(unit.shard)
     work = coll.reduce_scatter(unit.shard.grad, flat, "mean", async_op=True)
-    return wire.carry("reduce", work, 3 / 4 * unit.nbytes)
+    return wire.carry("reduce", work, unit.nbytes)
 
 # %%
 def get_ready(unit, ahead, wire):
@@ -888,14 +889,14 @@ def overlapped(units, inputs, targets, wire, prefetch=1):
     return loss.item()
 
 # %%
-# %%ranks 4 --fast --out lines,losses
+# %%ranks 2 --fast --out lines,losses
 wide = md.GPTConfig(seq=64, width=128, layers=6)
-rows = TextBatches(load_tokens(), seq=64, batch=16)
+rows = TextBatches(load_tokens(), seq=64, batch=8)
 units = [Unit(layer) for layer in md.build_gpt(wide).layers()]
 lines, losses = {}, []
 for prefetch in (0, 1, 2):
     steps = []
-    for _ in range(6):
+    for _ in range(8):
         wire = Network(bandwidth=100e6)
         coll.barrier()
         start = time.perf_counter()
@@ -928,7 +929,7 @@ for ax in axes:
 # %% [markdown]
 # <div lang="zh">
 #
-# （每种取 6 步里最快的一步，rank 0。）上图：红、蓝交替，每条红的下面都是灰色的等待。下图：收集与计算同时进行，reduce-scatter 也一样，发出之后不等它，下一层的反向接着算。等待省掉了一大块，但不会全没：第一层没有“之前”可用；反向里每层有一次收集**加**一次 reduce-scatter，通信本来就比计算多。预取更多层只能抹平抖动：网线一旦一直忙着，再早排队也不会更快，却要多占一个单元的内存。
+# （2 个 rank，各占一个核；每种取 8 步里最快的一步，画的是 rank 0。）上图：红、蓝交替，每条红的下面都是灰色的等待。下图：收集与计算同时进行，reduce-scatter 也一样，发出之后不等它，下一层的反向接着算。等待省掉了一大块，但不会全没：第一层没有“之前”可用；反向里每层有一次收集**加**一次 reduce-scatter，通信本来就比计算多。预取更多层只能抹平抖动：网线一旦一直忙着，再早排队也不会更快，却要多占一个单元的内存。
 #
 # 数字每次运行都会变；不变的是**次序**。看 `md.FSDP` 真正发出的次序（3 层的模型，第二步；`>` 是发出收集，`F`、`B` 是开始计算，`<` 是发出 reduce-scatter，R 是根单元）：
 #
@@ -936,7 +937,7 @@ for ax in axes:
 #
 # <div lang="en">
 #
-# (The fastest of 6 steps each, rank 0.) Above: red and blue take turns, and under every red there is grey waiting. Below: gathers run alongside compute, and so do reduce-scatters, which leave while the next layer's backward goes on. Much of the waiting is gone, but not all: nothing comes before the first layer, and in backward every layer has a gather **and** a reduce-scatter, so there is more communication than compute to begin with. Still more layers ahead only smooth out jitter: once the wire is busy all the time, queueing earlier makes it no faster, and costs the memory of one more unit.
+# (2 ranks, a core each; the fastest of 8 steps, as rank 0 saw it.) Above: red and blue take turns, and under every red there is grey waiting. Below: gathers run alongside compute, and so do reduce-scatters, which leave while the next layer's backward goes on. Much of the waiting is gone, but not all: nothing comes before the first layer, and in backward every layer has a gather **and** a reduce-scatter, so there is more communication than compute to begin with. Still more layers ahead only smooth out jitter: once the wire is busy all the time, queueing earlier makes it no faster, and costs the memory of one more unit.
 #
 # Numbers change from run to run; the **order** does not. Here is the order in which `md.FSDP` really issues things (3 layers, second step; `>` a gather is issued, `F` and `B` a computation begins, `<` a reduce-scatter is issued, R is the root unit):
 #

@@ -87,7 +87,7 @@ os.chdir(tempfile.mkdtemp())          # the scripts and checkpoints of this chap
 #
 # | variable | meaning |
 # |---|---|
-# | `RANK`, `WORLD_SIZE` | the how-manieth in the whole job, out of how many |
+# | `RANK`, `WORLD_SIZE` | this process's number in the whole job, and how many there are |
 # | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | the same **on this machine**; this one chooses the GPU |
 # | `MASTER_ADDR`, `MASTER_PORT` | where all meet for the first time (rank 0's machine) |
 #
@@ -100,7 +100,8 @@ os.chdir(tempfile.mkdtemp())          # the scripts and checkpoints of this chap
 import os
 
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-print(", ".join(f"{name}={os.environ.get(name)}" for name in names))
+line = ", ".join(f"{name}={os.environ.get(name)}" for name in names)
+print(line + "\n", end="")                  # in one piece, or lines of several processes may mix
 
 # %%
 def torchrun(arguments, timeout=120):
@@ -439,7 +440,7 @@ from minidist.train.model import Block
 
 with md.init() as context:
     n, cards = context.world_size, int(os.environ["LOCAL_WORLD_SIZE"])
-    print(f"RANK={context.rank} LOCAL_RANK={context.local_rank}")
+    print(f"RANK={context.rank} LOCAL_RANK={context.local_rank}\n", end="")
     mesh = init_device_mesh(context.device.type, (n // cards, cards), mesh_dim_names=("machines", "cards"))
     inputs, targets = TextBatches(load_tokens(), seq=32, batch=16).at(0, context.rank, n)
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"):
@@ -774,7 +775,7 @@ for name in ("rtx4090", "v100", "a100", "h100", "b200"):
 # %% [markdown]
 # <div lang="zh">
 #
-# 最后一列是关键：发一个字节的时间里能算多少次。这台机器上是几十，GPU 上是几百到几千，出了机器再乘十。所以在这里通信几乎白送（重叠也看不出多少好处），在 GPU 上通信才是主角：第 2 到 5 章的桶、预取、重叠，都是为那一列准备的。
+# 最后一列是关键：发一个字节的时间里能算多少次。这台机器上是一百上下，GPU 上是几百到几千，出了机器再乘十。所以在这里通信几乎白送（重叠也看不出多少好处），在 GPU 上通信才是主角：第 2 到 5 章的桶、预取、重叠，都是为那一列准备的。
 #
 # 拿 7B 模型、全局 batch 512 看强扩展（总工作量不变，卡越来越多）：
 #
@@ -784,7 +785,7 @@ for name in ("rtx4090", "v100", "a100", "h100", "b200"):
 #
 # <div lang="en">
 #
-# The last column is the point: how much can be computed while one byte is sent. Some tens on this machine, hundreds to thousands on GPUs, and about ten times that between machines. That is why communication is nearly free here (and overlap shows little), and the main character on GPUs: the buckets, prefetching and overlap of chapters 2 to 5 are made for that column.
+# The last column is the point: how much can be computed while one byte is sent. About a hundred on this machine, hundreds to thousands on GPUs, and about ten times that between machines. That is why communication is nearly free here (and overlap shows little), and the main character on GPUs: the buckets, prefetching and overlap of chapters 2 to 5 are made for that column.
 #
 # Strong scaling (the same work on more and more cards) of a 7B model with a global batch of 512:
 #
