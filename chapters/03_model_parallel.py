@@ -1085,13 +1085,13 @@ claims.show("f")
 # %% [markdown]
 # <div lang="zh">
 #
-# 微批次多，气泡小；代价是每个微批次变小，矩阵乘法的效率会降低（真实的 GPU 上，太小的微批次算得慢）。**层数**不在公式里：层多了，如果因此多用几个阶段（p 变大），气泡反而变大。层多只有一个间接的好处：可以把每个 rank 的层再分成几段，见第四步。
+# 微批次多，气泡小；代价是每个微批次变小：固定的开销要付更多次（上面 m = 16 的实测就比计划高得多），真实的 GPU 上，太小的矩阵乘法也算得慢。**层数**不在公式里：层多了，如果因此多用几个阶段（p 变大），气泡反而变大。层多只有一个间接的好处：可以把每个 rank 的层再分成几段，见第四步。
 #
 # </div>
 #
 # <div lang="en">
 #
-# More micro-batches, smaller bubble; the price is that each becomes smaller, and small matrix products are less efficient (on a real GPU, tiny micro-batches compute slowly). **Layers** are not in the formula: if more layers lead you to more stages (a larger p), the bubble grows. More layers help in one roundabout way: each rank's share can be cut into several chunks, see step 4.
+# More micro-batches, smaller bubble; the price is that each becomes smaller: fixed costs are paid more often (with m = 16 above, what was measured is well over the plan), and on a real GPU small matrix products are slow. **Layers** are not in the formula: if more layers lead you to more stages (a larger p), the bubble grows. More layers help in one roundabout way: each rank's share can be cut into several chunks, see step 4.
 #
 # </div>
 
