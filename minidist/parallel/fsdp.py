@@ -129,7 +129,7 @@ class FSDP(ShardedModule):
         self._end_queued = False
         self._in_flight: FlatShard | None = None  # being reduced; one at a time shares memory
         self._reduced: set[FlatShard] = set()  # in this backward
-        self.replicated = Replicated(ignored, self.placement, self._queue_end)
+        self.replicated = Replicated(ignored, self.placement, self._on_replicated_gradient)
         for unit in units:
             self._surround(unit)
             self._listen(unit)
@@ -149,11 +149,11 @@ class FSDP(ShardedModule):
         """Also the output of a module inside the unit may announce the backward: a loss can be made
         of what the unit stored on the way, without its output."""
 
-        @torch.compiler.disable
         def on_output(module, args, output):
-            use = next((use for use in reversed(self._running) if use.unit is unit), None)
-            if use is not None:
-                self._watch(use, output)
+            for use in reversed(self._running):
+                if use.unit is unit:
+                    self._watch(use, output)
+                    break
 
         unit.undo += [owner.register_forward_hook(on_output).remove for owner in unit.owners]
 
@@ -225,14 +225,18 @@ class FSDP(ShardedModule):
         for other in [u for u in self._ahead if u not in upcoming]:
             self._ahead.remove(other)
             other.free()
-        for other in upcoming:
-            if not other.gathered:
-                other.begin_gather()
-                self._ahead.append(other)
+        self._fetch(upcoming)
+
+    def _fetch(self, units: list[Unit]) -> None:
+        for unit in units:
+            if not unit.gathered:
+                unit.begin_gather()
+                self._ahead.append(unit)
 
     def _begin_outermost(self, unit: Unit) -> None:
         if self.busy:
             raise RuntimeError("FSDP: a forward inside another one's forward")
+        self._ahead.clear()
         for inner in unit.inner:
             # Left over from a forward without backward: the optimizer may have changed the shards.
             inner.free()
@@ -252,6 +256,10 @@ class FSDP(ShardedModule):
             self._forward_hint = Hint(self._starts)
             if self._with_grad:
                 self._backward_hint = Hint(self._ends[::-1])
+                # Backward begins where forward ended: fetch while the loss is computed.
+                if any(unit.trainable for unit in self.units):
+                    gathered_first = [u for u in self._backward_hint.expected if u.flats]
+                    self._fetch(gathered_first[: self.prefetch])
 
     def _free_ahead(self) -> None:
         for unit in self._ahead:
@@ -272,17 +280,19 @@ class FSDP(ShardedModule):
 
     def _watch(self, use: Use, output: Any) -> None:
         """Let the gradient of the output announce the unit's backward."""
-        if not torch.is_grad_enabled():
-            return
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(functools.partial(self._begin_backward, use))
+        if torch.is_grad_enabled():
+            for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(functools.partial(self._on_output_gradient, use))
+
+    def _on_output_gradient(self, use: Use, grad: Tensor) -> None:
+        if not use.open:  # called for every output of every module in the unit
+            self._begin_backward(use)
 
     @torch.compiler.disable
-    def _begin_backward(self, use: Use, grad: Tensor) -> None:
-        if use.open:
-            return
-        self._queue_end()
+    def _begin_backward(self, use: Use) -> None:
+        if not self._end_queued:
+            self._queue_end()
         with torch.no_grad():
             for over in [u for u in self._opened if u.is_over(use)]:
                 self._end_backward(over)
@@ -292,14 +302,18 @@ class FSDP(ShardedModule):
             self._make_ready(use.unit, self._backward_hint.after(use.unit, self.prefetch))
             use.unit.enter()
 
-    @torch.compiler.disable
     def _on_gradient(self, flat: FlatShard, index: int, whole: nn.Parameter) -> None:
-        self._queue_end()
+        if not self._end_queued:
+            self._queue_end()
         unit = self._unit_of[flat]
-        unit.waiting |= not unit.visits  # nothing announced this backward: reduce it at the end
+        if not unit.visits:
+            unit.waiting = True  # nothing announced this backward: reduce it at the end
         grad, whole.grad = whole.grad, None
-        with torch.no_grad():
-            flat.add_gradient(index, grad)
+        flat.add_gradient(index, grad.detach() if grad.requires_grad else grad)
+
+    def _on_replicated_gradient(self) -> None:
+        if not self._end_queued:
+            self._queue_end()
 
     def _end_backward(self, use: Use) -> None:
         """Everything that ran after the beginning of this use has gone backward."""
@@ -328,8 +342,6 @@ class FSDP(ShardedModule):
 
     def _queue_end(self) -> None:
         """Once per backward: let autograd call `_end_of_backward`."""
-        if self._end_queued:
-            return
         # create_graph: a second backward will read the parameters through the graph of this one.
         self._keep_graph = torch.is_grad_enabled()
         self._end_queued = True

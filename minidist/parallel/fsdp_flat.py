@@ -18,8 +18,10 @@ Chapter 5; document 4.3 and 5.2; Zhao et al. 2023, "PyTorch FSDP", section 3.2.1
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +41,10 @@ class SpareMemory:
     """
 
     def __init__(self) -> None:
+        # glibc keeps freed blocks up to the size of the largest mapped one that was ever freed, at
+        # most 32 MiB. This raises that limit without touching a page. Without it every unit that is
+        # freed goes back to the system, and its next gather pays for fresh pages.
+        np.empty(2**25 - 2**16, dtype=np.uint8)
         self.grads: dict[torch.dtype, Tensor] = {}  # free during a backward, at most one per dtype
         self.received: dict[torch.dtype, Tensor] = {}  # kept: where peers' gradients arrive
 
@@ -324,9 +330,8 @@ class FlatShard:
             if piece.requires_grad != whole.requires_grad:
                 whole.requires_grad_(piece.requires_grad)
             if piece.requires_grad and not gradient_hooks(whole):
-                whole.register_post_accumulate_grad_hook(
-                    lambda whole, index=index: on_gradient(self, index, whole)
-                )
+                hook = functools.partial(on_gradient, self, index)
+                whole.register_post_accumulate_grad_hook(hook)
 
 
 def _free(buffer: Tensor) -> None:

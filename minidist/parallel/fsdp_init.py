@@ -115,6 +115,7 @@ class Plan:
         root = Unit("", module, None)
         self.units = [root]
         self.unit_of: dict[nn.Module, Unit] = {}  # every module
+        self._compiled: set[nn.Module] = set()  # what runs as compiled code: a hook would break it
         self._visit(module, "", root)
         if units is not None and len(self.units) == 1 and not self._is_unit(module):
             raise ValueError(f"no module of this {type(module).__name__} matches units={units!r}")
@@ -130,7 +131,7 @@ class Plan:
                 outer.inner.append(unit)
             unit.owners = [
                 m for m, u in self.unit_of.items()
-                if u is unit and m is not unit.module and m._parameters and not _is_compiled(m)
+                if u is unit and m is not unit.module and m._parameters and m not in self._compiled
             ]  # fmt: skip
 
     def _visit(self, module: nn.Module, path: str, unit: Unit) -> None:
@@ -142,6 +143,8 @@ class Plan:
                 f"{path or 'the module'} is an FSDP module already: wrap once, and choose with "
                 "units= what is gathered together"
             )
+        if _is_compiled(module):
+            self._compiled.update(module.modules())
         if self._is_ignored(module):
             self.replicated += [self._names[id(p)] for p in module.parameters()]
             self.unit_of.update(dict.fromkeys(module.modules(), unit))
@@ -295,7 +298,6 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    # Its forward runs as compiled code, in which our hook would be a break.
     return (
         hasattr(module, "_orig_mod")
         or module._compiled_call_impl is not None
