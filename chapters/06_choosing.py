@@ -154,8 +154,8 @@ for billions, gpus, gpu in cases:
 
 # %%
 from IPython.display import display
+from minidist.learn.widget import plan_picture, planner_widget
 from minidist.plan import explain
-from minidist.plan.chart import plan_figure
 
 def ask(**question):
     """The decision tree with numbers, then the best layouts. Arguments as in md.plan."""
@@ -165,9 +165,57 @@ def ask(**question):
     print(f"\nbest: {found.best.layout}\n{found.reason}")
     for family, why in found.rejected.items():
         print(f"    not {family}: {why}")
-    display(plan_figure(found, top=4))
+    display(plan_picture(found, top=4))
 
 ask(params=7e9, gpus=8, gpu="a100")
+
+# %% [markdown]
+# ### 自己动手调 | Turn the knobs
+
+# %% [markdown]
+# <div lang="zh">
+#
+# 下面是带控件的规划器：动任何一个，表格、图和理由都跟着变（没有内核的页面上只看得到第一个答案）。
+#
+# **先猜**，再动手，每次从头开始只改一处：
+#
+# 1. 序列长度 4096 → 32768：参数一个也没多，为什么最好的布局变了？
+# 2. 64 张卡，全局 batch 固定为 8：FSDP 还能单独用吗？多少时间在计算？
+# 3. 只有 1 张卡：7B 还能训练吗？
+#
+# </div>
+#
+# <div lang="en">
+#
+# The planner with controls: move any of them, and the table, the picture and the reasons follow (a page without a kernel shows the first answer only).
+#
+# **Predict**, then try, changing one thing at a time from the start:
+#
+# 1. sequences from 4096 to 32768 tokens: not one parameter more, so why does the best layout change?
+# 2. 64 cards and a global batch of 8: does FSDP alone still work? How much of the time is computing?
+# 3. a single card: can 7B still be trained?
+#
+# </div>
+
+# %%
+planner_widget(params=7e9, gpus=8, gpu="a100")
+
+# %% [markdown]
+# <div lang="zh">
+#
+# 1. 激活值随序列变长，参数状态不变：一条序列就占掉大半张卡，得让几张卡合算一条，于是出现张量并行。
+# 2. 不能：8 条序列分不到 64 张卡，只能 8 张卡合算一条；张量并行的通信和变窄的矩阵让计算只占不到八成的时间。这正是 6.2 要讲的。
+# 3. 能：优化器状态和梯度搬到主机内存，慢不到一成。80 GB 的卡装得下 16 位参数和激活值；换成 24 GB 的卡，连参数也得搬走。
+#
+# </div>
+#
+# <div lang="en">
+#
+# 1. Activations grow with the sequence, model states do not: one sequence takes most of a card, several cards have to share it, and tensor parallel appears.
+# 2. No: 8 sequences cannot be dealt to 64 cards, so 8 cards share one; tensor-parallel messages and narrower matrices leave less than four fifths of the time for computing. This is the point of 6.2.
+# 3. Yes: optimizer state and gradients move to the host's memory, for less than a tenth of the speed. A card of 80 GB holds 16-bit parameters and activations; on one of 24 GB the parameters have to leave too.
+#
+# </div>
 
 # %% [markdown]
 # ### 放不下的时候 | When nothing fits
@@ -593,8 +641,8 @@ for row in rows[1:]:
 alone = rows[0]["bytes"]["peak"] / 1e6
 ax.axvline(alone, color="#888888", linestyle="--")
 ax.annotate("one process ", (alone, 1), ha="right", fontsize=8)
-ax.set_xlabel("memory of the fullest rank (MB)", fontsize=8, loc="right")
-ax.set_title("MB sent per rank and step", loc="left", fontsize=10)
+ax.set_xlabel(figures.label("memory of the fullest rank (MB)", "最满的 rank 的内存"), fontsize=8, loc="right")
+ax.set_title(figures.label("MB sent per rank and step", "每 rank 每步发送"), loc="left", fontsize=10)
 ax.set_xlim(left=0)
 ax.set_ylim(bottom=-1);
 

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 from minidist.plan.planner import Plan
 from minidist.plan.simulator import Simulation
+from minidist.plan.words import KINDS_ZH
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
-PARTS = (
-    "compute", "tp_communication", "pp_communication", "dp_communication", "bubble", "optimizer",
-)  # fmt: skip
+PARTS_ZH = {
+    "compute": "计算", "tp_communication": "张量并行通信", "pp_communication": "流水线通信",
+    "dp_communication": "数据并行通信", "bubble": "气泡", "optimizer": "优化器",
+}  # fmt: skip
 
 
-def plan_figure(plan: Plan, top: int = 6):
-    """Memory by kind and time by part of the best layouts, one bar each; returns the figure."""
+def plan_figure(plan: Plan, top: int = 6, label=lambda english, chinese: english):
+    """Memory by kind and time by part of the best layouts, one bar each; returns the figure.
+
+    `label` makes the text of a label from its English and Chinese.
+    """
     from matplotlib.figure import Figure
 
     layouts = plan.layouts[:top]
     figure = Figure(figsize=(11, 2 + 0.45 * len(layouts)), layout="constrained")
     memory, time = figure.subplots(1, 2, sharey=True)
     names = [str(e.layout).replace(" x ", " ") for e in layouts]
-    _bars(memory, names, [[e.bytes[k] / 1e9 for k in KINDS] for e in layouts], KINDS)
+    kinds = [label(kind, chinese) for kind, chinese in KINDS_ZH.items()]
+    _bars(memory, names, [[e.bytes[k] / 1e9 for k in KINDS_ZH] for e in layouts], kinds)
     memory.axvline(plan.usable / 1e9, color="black", linestyle="--", linewidth=1)
-    memory.set_xlabel("memory per GPU (GB); dashed: usable")
-    _bars(time, names, [[e.seconds[p] for p in PARTS] for e in layouts], PARTS)
-    time.set_xlabel("time per step (s)")
+    memory.set_xlabel(label("memory per GPU (GB); dashed: usable", "每张卡的显存；虚线：可用"))
+    parts = [label(part.replace("_", " "), chinese) for part, chinese in PARTS_ZH.items()]
+    _bars(time, names, [[e.seconds[p] for p in PARTS_ZH] for e in layouts], parts)
+    time.set_xlabel(label("time per step (s)", "每步时间"))
     memory.invert_yaxis()  # the best on top; both axes share their rows
     figure.suptitle(f"{plan.shape} on {plan.cluster.gpus} x {plan.cluster.accelerator.name}")
     return figure
@@ -34,7 +40,7 @@ def _bars(axis, names, rows, labels):
     for i, label in enumerate(labels):
         values = [row[i] for row in rows]
         if any(values):
-            axis.barh(names, values, left=left, label=label.replace("_", " "))
+            axis.barh(names, values, left=left, label=label)
         left = [a + b for a, b in zip(left, values, strict=True)]
     axis.legend(fontsize="x-small", loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
 

@@ -14,12 +14,13 @@ from minidist.plan.estimate import Estimate, usable_bytes
 from minidist.plan.hardware import Accelerator, Cluster, cluster
 from minidist.plan.search import Search, compare
 from minidist.plan.shapes import PRESETS, Transformer, from_module, from_parameters, with_sequence
+from minidist.plan.words import Words, chinese
 
 
 @dataclass
 class Plan:
-    """The answer. `layouts` fit, best first; `rejected` maps a family of layouts to why it
-    loses."""
+    """The answer. `layouts` fit, best first; `rejected` maps a family of layouts to why it loses.
+    Reasons are English and carry their Chinese (`words.Words`)."""
 
     shape: Transformer
     cluster: Cluster
@@ -91,7 +92,13 @@ class NothingFits(ValueError):
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        super().__init__(f"{plan.reason}; it would fit if you {', or '.join(plan.changes)}")
+        changes = [chinese(change) for change in plan.changes]
+        super().__init__(
+            Words(
+                f"{plan.reason}; it would fit if you {', or '.join(plan.changes)}",
+                f"{chinese(plan.reason)}。下面任何一种改法都放得下：{'；'.join(changes)}。",
+            )
+        )
 
 
 def plan(
@@ -221,6 +228,8 @@ def train_command(plan: Plan) -> str:
     kind = "fsdp" if layout.dp_kind == "hybrid" else layout.dp_kind
     line += f" -m minidist train --strategy {kind} --dp {layout.dp} --tp {layout.tp}"
     line += f" --pp {layout.pp} --microbatches {plan.best.microbatches} --batch {plan.global_batch}"
+    if layout.chunks == 2:
+        line += " --schedule interleaved"
     line += f" --layers {shape.layers} --width {shape.hidden} --heads {shape.heads}"
     return line + f" --seq {shape.seq} --dtype bfloat16"
 
@@ -228,7 +237,7 @@ def train_command(plan: Plan) -> str:
 def in_code(layout: Layout) -> list[str]:
     """What of the layout is not an option of `minidist train`, and how to say it in Python."""
     notes = []
-    if layout.chunks > 1:
+    if layout.chunks > 2:
         notes.append(
             f'md.Pipeline(chunks, schedule="interleaved"): {layout.chunks} chunks per rank'
         )

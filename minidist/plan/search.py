@@ -20,6 +20,7 @@ from minidist.plan.estimate import (
     usable_bytes,
 )
 from minidist.plan.shapes import Transformer, with_sequence
+from minidist.plan.words import KINDS_ZH, PARTS, Words
 
 MICROBATCHES = (1, 2, 4, 8, 16)
 # Of two layouts that take about the same time, the one with fewer moving parts is the better
@@ -30,6 +31,12 @@ COMPLEXITY = {
     "ddp": 0.0, "zero1": 0.001, "zero2": 0.004, "fsdp": 0.004, "fsdp-grad-op": 0.006,
     "hybrid": 0.006,
 }  # fmt: skip
+
+
+OFFLOADED = {
+    "optimizer": Words("optimizer state and gradients", "优化器状态和梯度"),
+    "parameters": Words("parameters, gradients and optimizer state", "参数、梯度和优化器状态"),
+}
 
 
 class Search:
@@ -44,8 +51,11 @@ class Search:
         self.estimates = [self._estimate(layout) for layout in self.candidates(offload)]
         if not self.estimates:
             raise ValueError(
-                f"no layout: a global batch of {batch} does not divide over {machine.gpus} GPUs "
-                "within the given limits"
+                Words(
+                    f"no layout: a global batch of {batch} does not divide over {machine.gpus} "
+                    "GPUs within the given limits",
+                    f"没有可行的布局：在这些限制下，全局 batch {batch} 分不到 {machine.gpus} 张卡",
+                )
             )
         if limits["offload"] is None and not any(map(self.fits, self.estimates)):
             for offload in ("optimizer", "parameters"):
@@ -137,7 +147,7 @@ class Search:
 
     # ---- words -----------------------------------------------------------------------------------
 
-    def families(self, best: Estimate | None) -> dict[str, str]:
+    def families(self, best: Estimate | None) -> dict[str, Words]:
         """The layouts one would think of first, and why each is not the answer."""
         nodes, per_node = self.machine.nodes, min(self.machine.gpus, self.machine.gpus_per_node)
         every = {
@@ -146,14 +156,16 @@ class Search:
             "zero2": lambda x: (x.dp_kind, x.tp, x.pp, x.offload) == ("zero2", 1, 1, "none"),
             "fsdp": lambda x: (x.dp_kind, x.tp, x.pp, x.offload) == ("fsdp", 1, 1, "none"),
             "hybrid": lambda x: x.dp_kind == "hybrid" and x.tp == 1,
-            f"tensor parallel {per_node}": lambda x: x.tp == per_node > 1 and x.pp == 1
-            and x.dp_kind in ("ddp", "zero1"),
-            f"fsdp x tensor parallel {per_node}": lambda x: nodes > 1 and x.tp == per_node > 1
-            and x.dp_kind == "fsdp",
-            "pipeline": lambda x: x.pp > 1 and x.tp == 1,
-            "tensor x pipeline": lambda x: x.pp > 1 and x.tp > 1,
-            "zero2 + optimizer offload": lambda x: (x.offload, x.tp) == ("optimizer", 1),
-            "fsdp + parameter offload": lambda x: (x.offload, x.tp) == ("parameters", 1),
+            Words(f"tensor parallel {per_node}", f"张量并行 {per_node}"):
+            lambda x: x.tp == per_node > 1 and x.pp == 1 and x.dp_kind in ("ddp", "zero1"),
+            Words(f"fsdp x tensor parallel {per_node}", f"fsdp x 张量并行 {per_node}"):
+            lambda x: nodes > 1 and x.tp == per_node > 1 and x.dp_kind == "fsdp",
+            Words("pipeline", "流水线"): lambda x: x.pp > 1 and x.tp == 1,
+            Words("tensor x pipeline", "张量 x 流水线"): lambda x: x.pp > 1 and x.tp > 1,
+            Words("zero2 + optimizer offload", "zero2 + 优化器 offload"):
+            lambda x: (x.offload, x.tp) == ("optimizer", 1),
+            Words("fsdp + parameter offload", "fsdp + 参数 offload"):
+            lambda x: (x.offload, x.tp) == ("parameters", 1),
         }  # fmt: skip
         reasons = {}
         for name, belongs in every.items():
@@ -168,83 +180,99 @@ class Search:
                 reasons[name] = self.does_not_fit(smallest)
         return reasons
 
-    def does_not_fit(self, e: Estimate) -> str:
+    def does_not_fit(self, e: Estimate) -> Words:
         if e.total_bytes <= self.usable:
             need, have = e.host_bytes / 1e9, self.machine.cpu_memory / 1e9
-            return f"does not fit: {need:.0f} GB > {have:.0f} GB of host memory per node"
+            return Words(
+                f"does not fit: {need:.0f} GB > {have:.0f} GB of host memory per node",
+                f"放不下：每台机器要 {need:.0f} GB 主机内存，只有 {have:.0f} GB",
+            )
         largest = max(e.bytes, key=e.bytes.get)
-        return (
-            f"does not fit: {e.total_bytes / 1e9:.0f} GB > {self.usable / 1e9:.0f} GB usable "
-            f"({largest} {e.bytes[largest] / 1e9:.0f} GB)"
+        need, have, most = e.total_bytes / 1e9, self.usable / 1e9, e.bytes[largest] / 1e9
+        return Words(
+            f"does not fit: {need:.0f} GB > {have:.0f} GB usable ({largest} {most:.0f} GB)",
+            f"放不下：要 {need:.0f} GB（{KINDS_ZH[largest]} {most:.0f} GB），可用 {have:.0f} GB",
         )
 
-    def why_best(self, best: Estimate) -> str:
+    def why_best(self, best: Estimate) -> Words:
         """One sentence: what makes it fit, and what it pays."""
         layout, parts = best.layout, best.seconds
-        total, gb = best.total_seconds, best.total_bytes / 1e9
-        whole = 16 * self.shape.parameters / 1e9
-        words = f"fits in {gb:.0f} of {self.usable / 1e9:.0f} GB"
+        total, gb, usable = best.total_seconds, best.total_bytes / 1e9, self.usable / 1e9
+        whole, host = 16 * self.shape.parameters / 1e9, best.host_bytes / 1e9
+        english, chinese = (
+            f"Fits in {gb:.0f} of {usable:.0f} GB",
+            f"占 {usable:.0f} GB 中的 {gb:.0f} GB",
+        )
         if layout.offload != "none":
-            words += (
-                f" because {layout.offload} live on the host ({best.host_bytes / 1e9:.0f} GB of its"
-                " memory per node)"
-            )
+            away = OFFLOADED[layout.offload]
+            english += f" because {away} live on the host ({host:.0f} GB of its memory per node)"
+            chinese += f"，因为{away.zh}放在主机上（每台机器占 {host:.0f} GB 主机内存）"
         elif layout.gpus > 1:
-            words += f" ({whole:.0f} GB of model states in all)"
+            english += f" ({whole:.0f} GB of model states in all)"
+            chinese += f"（模型状态共 {whole:.0f} GB）"
         if layout.recompute == "none":
-            words += ", without recomputing anything"
-        lost = {
-            "tensor-parallel messages": parts["tp_communication"],
-            "data-parallel messages": parts["dp_communication"],
-            "stage messages": parts["pp_communication"],
-            "the pipeline bubble": parts["bubble"],
-            "the optimizer": parts["optimizer"],
-        }
-        worst = max(lost, key=lost.get)
-        share = 1 - parts["compute"] / total
-        words += f", and computes {100 * (1 - share):.0f} % of the time"
-        if share > 0.005:
-            words += f" (most of the rest is {worst}, {100 * lost[worst] / total:.1f} %)"
-        return words[0].upper() + words[1:] + "."
+            english += ", without recomputing anything"
+            chinese += "，不需要重计算"
+        worst = max((part for part in parts if part != "compute"), key=parts.get)
+        busy, lost = parts["compute"] / total, parts[worst] / total
+        english += f", and computes {100 * busy:.0f} % of the time"
+        chinese += f"；{100 * busy:.0f}% 的时间在计算"
+        if busy < 0.995:
+            english += f" (most of the rest is {PARTS[worst]}, {100 * lost:.1f} %)"
+            chinese += f"（其余主要是{PARTS[worst].zh}，{100 * lost:.1f}%）"
+        return Words(english + ".", chinese + "。")
 
-    def nothing_fits(self) -> str:
+    def nothing_fits(self) -> Words:
         smallest = min(self.estimates, key=lambda e: e.total_bytes)
+        usable, need = self.usable / 1e9, smallest.total_bytes / 1e9
         if smallest.total_bytes <= self.usable:
-            return (
-                f"nothing fits: {smallest.layout} would fit the GPUs but needs "
-                f"{smallest.host_bytes / 1e9:.0f} GB of host memory per node, more than "
-                f"{self.machine.cpu_memory / 1e9:.0f} GB"
+            need, have = smallest.host_bytes / 1e9, self.machine.cpu_memory / 1e9
+            return Words(
+                f"nothing fits: {smallest.layout} would fit the GPUs but needs {need:.0f} GB of "
+                f"host memory per node, more than {have:.0f} GB",
+                f"都放不下：{smallest.layout} 的显存够，但每台机器要 {need:.0f} GB 主机内存，"
+                f"只有 {have:.0f} GB",
             )
-        return (
-            f"nothing fits: the smallest of {len(self.estimates)} layouts, {smallest.layout}, "
-            f"needs {smallest.total_bytes / 1e9:.0f} GB of {self.usable / 1e9:.0f} GB usable"
+        tried = len(self.estimates)
+        return Words(
+            f"nothing fits: the smallest of {tried} layouts, {smallest.layout}, needs "
+            f"{need:.0f} GB of {usable:.0f} GB usable",
+            f"都放不下：{tried} 种布局里最小的是 {smallest.layout}，要 {need:.0f} GB，"
+            f"可用 {usable:.0f} GB",
         )
 
-    def changes(self) -> list[str]:
+    def changes(self) -> list[Words]:
         """What would make it fit: each was tried."""
         found = []
         for factor in (2, 4, 8, 16, 32, 64, 128):
             more = replace(self.machine, gpus=self.machine.gpus * factor)
             if self._would_fit(machine=more, batch=max(self.batch, more.gpus)):
-                found.append(f"use {more.gpus} of these GPUs")
+                found.append(Words(f"use {more.gpus} of these GPUs", f"用 {more.gpus} 张这种卡"))
                 break
         smallest = min(e.total_bytes for e in self.estimates)
         if smallest > self.usable:
-            found.append(f"use GPUs with {_memory_for(smallest) / 1e9:.0f} GB")
+            size = f"{_memory_for(smallest) / 1e9:.0f} GB"
+            found.append(Words(f"use GPUs with {size}", f"用 {size} 的卡"))
         host = min(
             (e.host_bytes for e in self.estimates if e.total_bytes <= self.usable), default=0
         )
         if host:
-            found.append(f"have {host / 1e9:.0f} GB of host memory per node")
+            size = f"{host / 1e9:.0f} GB"
+            found.append(
+                Words(f"have {size} of host memory per node", f"每台机器有 {size} 主机内存")
+            )
         if self.limits["offload"] == "none" and self._would_fit(offload=None):
-            found.append("allow offload to the host")
+            found.append(Words("allow offload to the host", "允许 offload 到主机"))
         for seq in (self.shape.seq // 2, self.shape.seq // 4, self.shape.seq // 8):
             if seq >= 128 and self._would_fit(shape=with_sequence(self.shape, seq)):
-                found.append(f"use sequences of {seq} tokens")
+                found.append(
+                    Words(f"use sequences of {seq} tokens", f"把序列缩短到 {seq} 个 token")
+                )
                 break
         fixed = [name for name, value in self.limits.items() if value is not None]
         if fixed and self._would_fit(**dict.fromkeys(fixed)):
-            found.append(f"leave {', '.join(fixed)} open")
+            names = ", ".join(fixed)
+            found.append(Words(f"leave {names} open", f"不固定 {names}"))
         return found
 
     def _would_fit(self, shape=None, machine=None, batch=None, **limits) -> bool:
@@ -258,34 +286,35 @@ class Search:
         return bool(other.fitting())
 
 
-def compare(e: Estimate, best: Estimate) -> str:
+def compare(e: Estimate, best: Estimate) -> Words:
     """Why `e`, which fits too, is not the best."""
     ratio = e.total_seconds / best.total_seconds
     if ratio < 0.995:
-        return f"{100 * (1 - ratio):.1f} % faster on paper, but more complicated or nearly full"
+        faster = f"{100 * (1 - ratio):.1f}"
+        return Words(
+            f"{faster} % faster on paper, but more complicated or nearly full",
+            f"纸面上快 {faster}%，但更复杂，或者显存几乎占满",
+        )
     if ratio < 1.005:
-        return "as fast, no simpler"
-    names = {
-        "tp_communication": "tensor-parallel messages",
-        "dp_communication": "data-parallel messages",
-        "pp_communication": "stage messages", "bubble": "the pipeline bubble",
-        "optimizer": "the optimizer step", "compute": "compute",
-    }  # fmt: skip
+        return Words("as fast, no simpler", "一样快，但并不更简单")
     more = {part: e.seconds[part] - best.seconds[part] for part in e.seconds}
     worst = max(more, key=more.get)
-    cause = names[worst]
+    cause = PARTS[worst]
     if worst == "compute":
         if e.layout.recompute == "full" and best.layout.recompute == "none":
-            cause = "recomputed layers"
+            cause = Words("recomputed layers", "重计算")
         elif e.layout.microbatch < best.layout.microbatch:
-            cause = "compute, in smaller micro-batches"
+            cause = Words("compute, in smaller micro-batches", "计算（微批次更小）")
         elif e.layout.pp > 1:
-            cause = "compute on the stage with the logits"
+            cause = Words("compute on the stage with the logits", "计算（在算 logits 的那一段）")
         else:
-            cause = "compute, in narrower matrix products"
-    seconds = more[worst]
+            cause = Words("compute, in narrower matrix products", "计算（矩阵更窄）")
+    seconds, slower = more[worst], f"{100 * (ratio - 1):.0f}"
     shown = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
-    return f"{100 * (ratio - 1):.0f} % slower: {shown} s more of {cause}"
+    return Words(
+        f"{slower} % slower: {shown} s more of {cause}",
+        f"慢 {slower}%：{cause.zh}多用 {shown} s",
+    )
 
 
 def _divisors(number: int) -> list[int]:
