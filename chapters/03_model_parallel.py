@@ -730,8 +730,8 @@ _, ax = plt.subplots(figsize=(6, 2.8), layout="constrained")
 ax.plot(list(sent), [size / 1e6 for size in sent.values()], "o-", color="#EE6677", label="tensor parallel")
 ax.axhline(ddp / 1e6, color="#4477AA", label="data parallel")
 ax.axvline(3 * 64, color="#888888", linestyle="--", label="3h tokens")
-ax.set_xlabel("tokens per step", fontsize=8, loc="right")
-ax.set_title("MB sent per rank and step", loc="left", fontsize=10)
+ax.set_xlabel(figures.label("tokens per step", "每步 token 数"), fontsize=8, loc="right")
+ax.set_title(figures.label("MB sent per rank and step", "每 rank 每步发送"), loc="left", fontsize=10)
 ax.legend(frameon=False, fontsize=8);
 
 # %% [markdown]
@@ -959,10 +959,13 @@ def pipeline_step(build, m, tries=3):
             best = slots
     return loss, peak, best, {name: p.grad for name, p in stage.named_parameters()}
 
+PLANNED, MEASURED = figures.label("planned", "计划"), figures.label("measured", "实测")
+
 def compare_slots(build, p, m, slots):
     _, axes = plt.subplots(2, 1, figsize=(9, 4.6), layout="constrained")
-    figures.gantt(planned(build, p, m).slots, title=f"{build.__name__}, planned", ax=axes[0])
-    figures.gantt(slots, unit="s", title=f"{build.__name__}, measured", ax=axes[1])
+    titles = [f"{build.__name__}, {word}" for word in (PLANNED, MEASURED)]
+    figures.gantt(planned(build, p, m).slots, title=titles[0], ax=axes[0])
+    figures.gantt(slots, unit="s", title=titles[1], ax=axes[1])
 
 # %%
 # %%ranks 4
@@ -1168,7 +1171,7 @@ for build in (gpipe, one_f_one_b):
 # %%
 bars = {name: row for build in ("gpipe", "one_f_one_b") for each in rows
         for name, row in each.items() if name.startswith(build)}
-figures.memory_bars(bars, title="peak of activations");
+figures.memory_bars(bars, title=figures.label("peak of activations", "激活值峰值"));
 
 # %%
 claims.show("m")
@@ -1274,8 +1277,8 @@ for name, chunks, device in (("1f1b", 1, OnDevice), ("interleaved", 2, Chunk)):
     if rank == 0 and name == "interleaved":
         _, axes = plt.subplots(2, 1, figsize=(9, 4.6), layout="constrained")
         plan = md.schedule(name, 4, 8, chunks).simulate(1, 2)
-        figures.gantt(plan.slots, title="interleaved, planned", ax=axes[0])
-        figures.gantt(slots, unit="s", title="interleaved, measured", ax=axes[1])
+        figures.gantt(plan.slots, title=f"interleaved, {PLANNED}", ax=axes[0])
+        figures.gantt(slots, unit="s", title=f"interleaved, {MEASURED}", ax=axes[1])
 
 # %%
 for name, chunks in (("1f1b", 1), ("interleaved", 2)):
@@ -1321,7 +1324,8 @@ for name, chunks in (("1f1b", 1), ("interleaved", 2)):
 _, axes = plt.subplots(3, 1, figsize=(9, 6.6), layout="constrained")
 for ax, name in zip(axes, ("1f1b", "zb-h1", "zb-v")):
     plan = md.schedule(name, 4, 8).simulate(1, 2, 1)
-    figures.gantt(plan.slots, title=f"{name}: {plan.makespan - plan.ideal:g} slots of bubble", ax=ax)
+    slots = f"{plan.makespan - plan.ideal:g} {figures.label('slots of bubble', '个时隙的气泡')}"
+    figures.gantt(plan.slots, title=f"{name}: {slots}", ax=ax)
 
 # %%
 # %%ranks 4
@@ -1438,8 +1442,9 @@ for name, (model, step) in steps.items():
 
 # %%
 _, (above, below) = plt.subplots(2, 1, figsize=(7.5, 4.6), layout="constrained")
-figures.memory_bars(held[1], title="memory of rank 1", ax=above)
-figures.traffic_bars(sent[1], title="bytes sent by rank 1 in one step", ax=below);
+figures.memory_bars(held[1], title=figures.label("memory of rank 1", "rank 1 的内存"), ax=above)
+title = figures.label("bytes sent by rank 1 in one step", "rank 1 一步发送的字节")
+figures.traffic_bars(sent[1], title=title, ax=below);
 
 # %% [markdown]
 # <div lang="zh">
