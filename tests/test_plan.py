@@ -219,13 +219,13 @@ def predictions():
 
 def test_published_runs_are_predicted_within_the_promise(predictions):
     promised = [row for row in predictions if row["tolerance"] is not None]
-    assert len(promised) >= 38
+    assert len(promised) >= 44
     broken = [row for row in promised if abs(row["error"]) > row["tolerance"]]
     assert not broken, broken
     sources = {row["source"]: row["tolerance"] for row in promised}
     assert sources == {
         "Narayanan 2021 Table 1": 0.10, "Narayanan 2021 Table 2": 0.20,
-        "Korthikanti 2022 Table 5": 0.10, "torchtitan": 0.20,
+        "Korthikanti 2022 Table 5": 0.10, "torchtitan": 0.20, "torchtitan, peak memory": 0.15,
     }  # fmt: skip
     # Every row of Tables 1 and 2 in the facts file is there.
     assert sum(r["source"].endswith("Table 1") for r in promised) == 7
