@@ -55,7 +55,7 @@ def test_first_difference():
 
 def test_an_interrupt_after_the_death_of_a_rank_tells_both():
     gone = failure.died(7, -9, [], "", None)
-    told = failure.late(failure.INTERRUPTED, {1: gone}, {0: snap()}, {}, {0}, 2)
+    told = failure.late(failure.INTERRUPTED, {1: gone}, {0: snap()}, {}, {}, {0}, 2)
     assert isinstance(told, KeyboardInterrupt) and not isinstance(told, Exception)
     assert told.states == {
         0: "finished",

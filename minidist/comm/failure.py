@@ -79,16 +79,27 @@ def late(
     errors: dict[int, dict],
     snaps: dict[int, dict],
     silent: dict[int, str],
+    seen: dict[int, dict],
     waiting: set[int],
     n: int,
 ) -> RankFailure | RanksInterrupted:
-    """Not all came back: too late, a deadlock, or an interrupt (then there may be errors too)."""
+    """Not all came back: too late, a deadlock, or an interrupt (then there may be errors too).
+    `seen`: earlier snapshots, all there is of a rank that does not answer."""
     said = states(errors, snaps, silent, n)
     first = _missing(snaps, waiting, n)
-    stack = format_frames(snaps[first]["frames"]) if first in snaps else said[first]
+    frames = {**seen, **snaps}.get(first, {"frames": []})["frames"]
+    stack = format_frames(frames) or said[first]
     lines = [headline, *(f"rank {rank}: {words}" for rank, words in said.items())]
     kind = RanksInterrupted if headline == INTERRUPTED else RankFailure
     return kind(_joined(lines, snaps), first, stack, said)
+
+
+def stuck(held: set[int]) -> str:
+    """The headline when nothing moves any more; `held`: ranks that are stopped."""
+    if not held:
+        return "deadlock: every rank that still runs waits for another one"
+    names = f"rank{'s' if len(held) > 1 else ''} {', '.join(map(str, sorted(held)))}"
+    return f"stuck: {names} {'are' if len(held) > 1 else 'is'} stopped, nobody else can go on"
 
 
 def died(pid: int, code: int, last_words: list[str], crash: str, seen: dict | None) -> dict:
@@ -102,11 +113,17 @@ def died(pid: int, code: int, last_words: list[str], crash: str, seen: dict | No
     else:
         text = f"ended its process {pid} with exit code {code}"
     frames = _crash_frames(crash)
-    if not frames and seen is not None and seen["frames"]:
-        text += f"; last seen {doing(seen)}"
-    words = "\n".join(last_words[-_LAST_WORDS:]) or text
-    link = {"frames": frames, "text": words, "link": None}
+    words = "\n".join(last_words[-_LAST_WORDS:])
+    link = {"frames": frames, "text": words or text, "link": None}
+    if not frames and last_seen(seen):
+        text += last_seen(seen)
+        link |= {"frames": seen["frames"], "text": words, "title": "Where it was last seen:"}
     return {"text": text, "chain": [link], "consequence": False, "died": True}
+
+
+def last_seen(snap: dict | None) -> str:
+    """What a rank was doing when it last answered, to be put behind what is known of it now."""
+    return f"; last seen {doing(snap)}" if snap is not None and snap["frames"] else ""
 
 
 def _signal_name(number: int) -> str:
@@ -271,7 +288,7 @@ def format_error(error: dict, shorten: bool = False) -> str:
         elif link["link"] == "context":
             parts.append("\nDuring handling of the above exception, another exception occurred:\n")
         if link["frames"]:
-            parts.append("Traceback (most recent call last):")
+            parts.append(link.get("title", "Traceback (most recent call last):"))
             parts.append(format_frames(link["frames"], shorten))
         parts.append(_plain(link["text"]) if shorten else link["text"])
-    return "\n".join(parts)
+    return "\n".join(filter(None, parts))

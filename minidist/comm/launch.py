@@ -41,7 +41,7 @@ def launch(fn: Callable, ranks: int = 2, *args, timeout: float | None = 60, **kw
     The ranks see nothing else of the program's memory. What they print appears as it comes, marked
     with the rank. Every rank uses one thread for operations (OMP_NUM_THREADS changes that).
     `timeout`: seconds until the whole call must be done; None for no limit. Ranks that wait for
-    each other for ever are found after about 3 seconds in any case.
+    each other for ever, or for one that is stopped, are found after about 3 seconds in any case.
     Raises `RankFailure` when a rank raises, dies or is late, after ending all ranks.
     """
     packed = _packed(fn, args, kwargs)  # what cannot travel fails before anything is started
@@ -118,7 +118,7 @@ class Ranks:
     def where(self) -> dict[int, str]:
         """What every rank is doing right now, in words; also from another thread during `run`."""
         snaps = self.snapshots()
-        return failure.states({}, snaps, self._silent(snaps), self.n)
+        return failure.states({}, snaps, self._silent(snaps, {}), self.n)
 
     def snapshots(self) -> dict[int, dict]:
         """The same as data, without ranks that do not answer: `frames` (file, line,
@@ -237,13 +237,16 @@ class Ranks:
             while call.waiting and not headline and time.monotonic() < min(late, call.give_up):
                 pause = min(late, call.give_up, watch.next) - time.monotonic()
                 for rank, kind, content in self._news(call.waiting, pause, emit):
-                    call.take(rank, kind, content, self._processes[rank], watch.seen.get(rank))
+                    seen = watch.seen | self._answers.get(question, {})
+                    call.take(rank, kind, content, self._processes[rank], seen.get(rank))
                 if call.waiting and not call.errors and time.monotonic() >= watch.next:
-                    if watch.look(self._answers.get(question, {}), call.waiting):
-                        headline = "deadlock: every rank that still runs waits for another one"
+                    # Not those in a debugger: somebody is looking at them.
+                    held = {r for r in call.waiting if self._processes[r].stopped("T")}
+                    if watch.look(self._answers.get(question, {}), call.waiting - held):
+                        headline = failure.stuck(held)
                     if question is None or watch.complete:
                         self._answers.pop(question, None)
-                        question = self._ask(call.waiting)
+                        question = self._ask(call.waiting - held)
             if call.waiting and not call.errors and not headline:
                 headline = f"not finished after {limit:g} s"
         except KeyboardInterrupt:
@@ -252,10 +255,11 @@ class Ranks:
         if not headline and not call.errors:
             return
         snaps = self._snapshots(call, emit)
-        silent = self._silent(call.errors.keys() | snaps.keys())
+        silent = self._silent(call.errors.keys() | snaps.keys(), watch.seen)
         if call.errors and headline != failure.INTERRUPTED:
             raise failure.failed(call.errors, snaps, silent, self.n)
-        raise failure.late(headline, call.errors, snaps, silent, call.waiting, self.n)
+        stories = call.errors, snaps, silent, watch.seen
+        raise failure.late(headline, *stories, call.waiting, self.n)
 
     def _news(self, ranks: Iterable[int], seconds: float, emit: Output) -> list[tuple]:
         """Pass on output for at most `seconds`, until there is news: (rank, kind, content), where
@@ -295,9 +299,10 @@ class Ranks:
                     ranks.discard(rank)
         return self._answers.pop(question)
 
-    def _silent(self, heard: Iterable[int]) -> dict[int, str]:
-        """Why the ranks that were not heard do not answer."""
-        return {p.rank: p.silence() for p in self._processes if p.rank not in heard}
+    def _silent(self, heard: Iterable[int], seen: dict[int, dict]) -> dict[int, str]:
+        """Why the ranks that were not heard do not answer, and where they were when last seen."""
+        silent = {p.rank: p.silence() for p in self._processes if p.rank not in heard}
+        return {r: words + failure.last_seen(seen.get(r)) for r, words in silent.items()}
 
 
 class _Call:

@@ -141,11 +141,11 @@ class _Process:
         """The stacks that Python wrote down when the process crashed."""
         return ""
 
-    def stopped(self) -> bool:
-        """Whether SIGSTOP or a debugger holds the process; False where this cannot be seen."""
+    def stopped(self, how: str = "Tt") -> bool:
+        """Whether SIGSTOP (T) or a debugger (t) holds the process; False where nobody can see."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="utf-8") as file:
-                return file.read().rpartition(")")[2].split()[0] in "Tt"
+                return file.read().rpartition(")")[2].split()[0] in how
         except OSError:
             return False
 

@@ -171,7 +171,7 @@ class Watch:
     """Decides that ranks wait for each other for ever, long before the time limit.
 
     All that still run are inside communication, none has moved, used the processor or has a second
-    thread, in `ROUNDS` looks, one every `ROUND` seconds.
+    thread, in `ROUNDS` looks, one every `ROUND` seconds. A rank that is stopped does not run.
     """
 
     def __init__(self):
@@ -181,21 +181,21 @@ class Watch:
         self._before: dict[int, tuple] = {}
         self._still = 0
 
-    def look(self, snaps: dict[int, dict], waiting: set[int]) -> bool:
-        """One look at all ranks that have not finished; True when it is a deadlock."""
+    def look(self, snaps: dict[int, dict], running: set[int]) -> bool:
+        """One look at all ranks that run and have not finished; True when it is a deadlock."""
         self.next = time.monotonic() + ROUND
         self.seen |= snaps
-        self.complete = waiting <= set(snaps)
+        self.complete = running <= set(snaps)
         if not self.complete:
             self._still = 0
             return False
-        now = {r: (snaps[r]["frames"], snaps[r]["records"][-1:], snaps[r]["cpu"]) for r in waiting}
+        now = {r: (snaps[r]["frames"], snaps[r]["records"][-1:], snaps[r]["cpu"]) for r in running}
         still = now.keys() == self._before.keys() and all(
             waiting_in(snaps[r]["frames"])
             and snaps[r]["asleep"]
             and snaps[r]["threads"] == 0
             and _unmoved(self._before[r], now[r])
-            for r in waiting
+            for r in running
         )
         self._still = self._still + 1 if still else 0
         self._before = now

@@ -10,15 +10,17 @@ parameter that a rank needs, the parts that overlap its own. Only a cut over ten
 is put together first, one parameter at a time.
 
 Files are those of torch.distributed.checkpoint. A checkpoint is written beside its place and
-renamed when every rank is done: whatever has the final name is complete. What is not a tensor is
-JSON, and the index is read by an unpickler that knows only torch's own index classes: no code
-comes from files.
+renamed when every rank is done: whatever has the final name is complete. At no moment is there no
+complete one: a job killed between the two renames that replace an older checkpoint leaves both
+beside their place, where `load` and `latest` find them. What is not a tensor is JSON, and the index
+is read by an unpickler that knows only torch's own index classes: no code comes from files.
 
 Chapter 7; Rajbhandari et al. 2020; "PyTorch Distributed Checkpoint" in torch's documentation.
 """
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import pickle
@@ -28,7 +30,7 @@ import threading
 import uuid
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +47,9 @@ from minidist.parallel.cut import Cut
 from minidist.train.parts import Part, forget_states, join, parts_of, take, tp_place
 
 _BATCH_BYTES = 64 * 2**20  # read at once: what a load needs besides the model itself
-_INFO = "minidist.json"
+_INFO = "minidist.json"  # written last: a folder that has it is complete
+_ASIDE = ".writing-"  # in the names of folders that are not, or not any longer, in their place
+_under_way: set[str] = set()  # the same of this process: a save that starts must leave them alone
 
 
 # --- what users call ------------------------------------------------------------------------------
@@ -121,15 +125,14 @@ def load(
 
 def latest(directory: str | os.PathLike) -> Path | None:
     """The complete checkpoint in `directory` with the highest number in its name, or None."""
-    found = [
-        p for p in Path(directory).glob("*") if (p / _INFO).is_file() and ".writing" not in p.name
-    ]
+    names = {p.name.partition(_ASIDE)[0] for p in Path(directory).glob("*")}
+    found = [p for p in (Path(directory) / name for name in names) if _where(p) is not None]
     return max(found, key=lambda p: [int(n) for n in re.findall(r"\d+", p.name)], default=None)
 
 
 def read_extra(path: str | os.PathLike) -> dict[str, Any]:
     """The plain values that were saved with a checkpoint, without loading it."""
-    return json.loads((Path(path) / _INFO).read_text())["extra"]
+    return _open(Path(path))[1]["extra"]
 
 
 class Saving:
@@ -193,40 +196,75 @@ class _Snapshot:
             ) from None
 
     def write(self) -> None:
-        rank = coll.rank(self.group)
         token = coll.all_gather_object(uuid.uuid4().hex[:8], self.group, by="checkpoint")[0]
-        aside = self.path.with_name(f"{self.path.name}.writing-{token}")
-        problem = []
+        aside = self.path.with_name(f"{self.path.name}{_ASIDE}{token}")
+        _under_way.add(aside.name)
         try:
-            aside.mkdir(parents=True, exist_ok=True)
-            with _without_advice():
-                dcp.save(
-                    self.tensors,
-                    storage_writer=dcp.FileSystemWriter(aside, thread_count=1),
-                    process_group=self.group,
-                    no_dist=coll.world_size(self.group) == 1,
-                )
-            if rank == 0:
-                (aside / _INFO).write_text(self.text)
+            # By itself: a rank that cannot must not leave the others waiting in torch's save.
+            self._together(lambda: aside.mkdir(parents=True, exist_ok=True), aside)
+            self._together(lambda: self._write_to(aside), aside)
+            self._together(lambda: self._replace_by(aside), aside)
+        finally:
+            _under_way.discard(aside.name)
+
+    def _together(self, action: Callable[[], None], aside: Path) -> None:
+        """Run `action`, and raise on every rank if it failed on any."""
+        problem = ""
+        try:
+            action()
         except (Exception, CheckpointException) as error:  # a full disk, no permission
-            problem = [f"{type(error).__name__}: {error}".split("\n")[0]]
+            problem = _in_one_line(error, coll.rank(self.group))
         everyone = coll.all_gather_object(problem, self.group, by="checkpoint written")
         if any(everyone):
-            coll.barrier(self.group)
-            if rank == 0:
+            if coll.rank(self.group) == 0:  # the others write no more
                 shutil.rmtree(aside, ignore_errors=True)
-            failed = next(r for r, p in enumerate(everyone) if p)
             raise RuntimeError(
                 f"checkpoint {self.path} was not written, an older one is untouched; "
-                f"rank {failed}: {everyone[failed][0]}"
+                f"{next(filter(None, everyone))}"
             )
-        if rank == 0:
-            old = self.path.with_name(f"{self.path.name}.writing-old-{token}")
-            if self.path.exists():
-                self.path.rename(old)
-            aside.rename(self.path)
-            shutil.rmtree(old, ignore_errors=True)
-        coll.barrier(self.group)
+
+    def _write_to(self, aside: Path) -> None:
+        with _without_advice():
+            dcp.save(
+                self.tensors,
+                storage_writer=_Writer(aside, thread_count=1),
+                process_group=self.group,
+                no_dist=coll.world_size(self.group) == 1,
+            )
+        if coll.rank(self.group) == 0:  # under another name until the other ranks are done
+            (aside / f"{_INFO}.part").write_text(self.text)
+
+    def _replace_by(self, aside: Path) -> None:
+        if coll.rank(self.group) != 0:
+            return
+        (aside / f"{_INFO}.part").rename(aside / _INFO)  # complete
+        if self.path.exists():
+            self.path.rename(aside.with_name(aside.name.replace(_ASIDE, f"{_ASIDE}old-")))
+        aside.rename(self.path)
+        # The older one, and what killed jobs have left behind.
+        for other in _beside(self.path):
+            if other.name not in _under_way:
+                (other / _INFO).unlink(missing_ok=True)  # from now on not complete
+                shutil.rmtree(other, ignore_errors=True)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Says why the system refuses to write, where torch's file format tells the consequence."""
+
+    def write_data(self, *args, **kwargs):
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def _in_one_line(error: BaseException, rank: int) -> str:
+    """Which rank failed, and why: torch raises on all ranks what went wrong on some of them."""
+    for rank, (cause, _) in getattr(error, "failures", {}).items():
+        return f"rank {rank}: {type(cause).__name__}: {cause}".split("\n")[0]
+    return f"rank {rank}: {type(error).__name__}: {error}".split("\n")[0]
 
 
 def _is_plain(value: Any) -> bool:
@@ -256,25 +294,45 @@ class _IndexUnpickler(pickle.Unpickler):
     """torch's index is a pickle: allow its own classes, nothing that could run code."""
 
     _allowed = re.compile(
-        r"torch\.distributed\.checkpoint\.(metadata|filesystem)\.\w+|pathlib\.\w*Path\w*"
-        r"|torch\.(Size|serialization\._get_layout|storage\._get_dtype_from_pickle_storage_type|\w+)"
+        r"torch\.distributed\.checkpoint\.metadata\.\w+"
+        r"|torch\.distributed\.checkpoint\.filesystem\.(_StorageInfo|_StoragePrefix)"
+        r"|torch\.(Size|serialization\._get_layout|storage\._get_dtype_from_pickle_storage_type)"
+        r"|pathlib(\._local)?\.\w*Path"
         r"|collections\.OrderedDict|builtins\.(set|frozenset|tuple|list|dict)|_codecs\.encode"
     )
 
     def find_class(self, module: str, name: str):
-        if not self._allowed.fullmatch(f"{module}.{name}"):
-            raise pickle.UnpicklingError(
-                f"the index names {module}.{name}, which no checkpoint needs"
-            )
-        return super().find_class(module, name)
+        known = self._allowed.fullmatch(f"{module}.{name}")
+        # Of torch's names only constants such as torch.float32: torch.save would write files.
+        if known or (module == "torch" and isinstance(getattr(torch, name, None), _CONSTANTS)):
+            found = super().find_class(module, name)
+            # Not what torch's module has imported for itself.
+            if not module.endswith(".metadata") or found.__module__ == module:
+                return found
+        raise pickle.UnpicklingError(f"the index names {module}.{name}, which no checkpoint needs")
+
+
+_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+
+
+def _beside(path: Path) -> list[Path]:
+    """Folders of checkpoint `path` that are not in its place, the newer one of a pair first."""
+    found = path.parent.glob(f"{glob.escape(path.name)}{_ASIDE}*")
+    return sorted(found, key=lambda p: f"{_ASIDE}old-" in p.name)
+
+
+def _where(path: Path) -> Path | None:
+    """The folder that holds checkpoint `path`: itself, or one that a killed job left beside it."""
+    return next((p for p in [path, *_beside(path)] if (p / _INFO).is_file()), None)
 
 
 def _open(path: Path) -> tuple[_Reader, dict[str, Any]]:
-    if not (path / _INFO).is_file():
+    folder = _where(path)
+    if folder is None:
         newest = latest(path) if path.is_dir() else None
         hint = f"; did you mean {newest}?" if newest else ""
         raise FileNotFoundError(f"no complete checkpoint at {path}{hint}")
-    return _Reader(path), json.loads((path / _INFO).read_text())
+    return _Reader(folder), json.loads((folder / _INFO).read_text())
 
 
 def _index(reader: _Reader) -> _Index:
