@@ -140,7 +140,7 @@ def _controls(values: dict) -> dict:
         value = values[name] or options[0][1]
         return kind(
             options=_with(options, value), value=value, description=text,
-            style={"description_width": "6em"}, **more,
+            style={"description_width": "9em"}, layout={"width": "24em"}, **more,
         )  # fmt: skip
 
     slider, menu = ipywidgets.SelectionSlider, ipywidgets.Dropdown

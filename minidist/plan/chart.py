@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from minidist.plan.planner import Plan
 from minidist.plan.simulator import Simulation
-from minidist.plan.words import KINDS_ZH
 
-PARTS_ZH = {
-    "compute": "计算", "tp_communication": "张量并行通信", "pp_communication": "流水线通信",
-    "dp_communication": "数据并行通信", "bubble": "气泡", "optimizer": "优化器",
+# Chinese, and a colour that means the same in every picture (those of the chapters' figures).
+KINDS = {
+    "parameters": ("参数", "#4477AA"), "gradients": ("梯度", "#228833"),
+    "optimizer": ("优化器状态", "#CCBB44"), "activations": ("激活值", "#EE6677"),
+    "buffers": ("缓冲区", "#66CCEE"),
+}  # fmt: skip
+PARTS = {
+    "compute": ("计算", "#4477AA"), "tp_communication": ("张量并行通信", "#EE6677"),
+    "pp_communication": ("流水线通信", "#AA3377"), "dp_communication": ("数据并行通信", "#66CCEE"),
+    "bubble": ("气泡", "#BBBBBB"), "optimizer": ("优化器", "#CCBB44"),
 }  # fmt: skip
 
 
@@ -20,29 +26,43 @@ def plan_figure(plan: Plan, top: int = 6, label=lambda english, chinese: english
     from matplotlib.figure import Figure
 
     layouts = plan.layouts[:top]
-    figure = Figure(figsize=(11, 2 + 0.45 * len(layouts)), layout="constrained")
+    figure = Figure(figsize=(11, 1.7 + 0.45 * len(layouts)), layout="constrained")
     memory, time = figure.subplots(1, 2, sharey=True)
-    names = [str(e.layout).replace(" x ", " ") for e in layouts]
-    kinds = [label(kind, chinese) for kind, chinese in KINDS_ZH.items()]
-    _bars(memory, names, [[e.bytes[k] / 1e9 for k in KINDS_ZH] for e in layouts], kinds)
-    memory.axvline(plan.usable / 1e9, color="black", linestyle="--", linewidth=1)
-    memory.set_xlabel(label("memory per GPU (GB); dashed: usable", "每张卡的显存；虚线：可用"))
-    parts = [label(part.replace("_", " "), chinese) for part, chinese in PARTS_ZH.items()]
-    _bars(time, names, [[e.seconds[p] for p in PARTS_ZH] for e in layouts], parts)
-    time.set_xlabel(label("time per step (s)", "每步时间"))
+    names = [_two_lines(str(e.layout)) for e in layouts]
+    usable = plan.usable / 1e9
+    memory.axvline(
+        usable, color="black", linestyle="--", linewidth=1, label=label("usable", "可用")
+    )
+    sizes = [{kind: size / 1e9 for kind, size in e.bytes.items()} for e in layouts]
+    _bars(memory, names, sizes, KINDS, label)
+    memory.set_xlabel(label("GB per GPU", "每张卡的显存"))
+    _bars(time, names, [e.seconds for e in layouts], PARTS, label)
+    time.set_xlabel(label("seconds per step", "每步时间"))
     memory.invert_yaxis()  # the best on top; both axes share their rows
-    figure.suptitle(f"{plan.shape} on {plan.cluster.gpus} x {plan.cluster.accelerator.name}")
+    # Beside the axes there is no room when the names are long.
+    for axis, place in ((memory, "outside upper center"), (time, "outside lower center")):
+        figure.legend(
+            *axis.get_legend_handles_labels(), loc=place, ncols=6, fontsize="small", frameon=False
+        )
+    title = f"{plan.shape} on {plan.cluster.gpus} x {plan.cluster.accelerator.name}"
+    memory.set_title(title, loc="left", fontsize="medium")
     return figure
 
 
-def _bars(axis, names, rows, labels):
+def _two_lines(name: str) -> str:
+    """Long names leave no room for the bars."""
+    head, comma, tail = name.partition(", ")
+    return f"{head},\n{tail}" if comma and len(name) > 24 else name
+
+
+def _bars(axis, names, rows, parts, label):
     left = [0.0] * len(rows)
-    for i, label in enumerate(labels):
-        values = [row[i] for row in rows]
+    for part, (chinese, color) in parts.items():
+        values = [row[part] for row in rows]
         if any(values):
-            axis.barh(names, values, left=left, label=label)
+            text = label(part.replace("_", " "), chinese)
+            axis.barh(names, values, left=left, label=text, color=color)
         left = [a + b for a, b in zip(left, values, strict=True)]
-    axis.legend(fontsize="x-small", loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
 
 
 def timeline_figure(run: Simulation, ranks: int = 8):
