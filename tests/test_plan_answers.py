@@ -1,6 +1,7 @@
 """The planner's answers: layouts that people use, reasons that are true, one line for bad input."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -172,6 +173,12 @@ def test_host_memory_limits_offload():
         ({"params": 7e9, "global_batch": 0}, "global batch must be at least 1"),
         ({"params": 7e9, "dp_kind": "fsdp", "tp": 1, "pp": 1, "global_batch": 9}, "no layout: "),
         ({"params": 10}, "params must be at least 1e6"),
+        ({"params": float("nan")}, "params must be at least 1e6 and below 1e18, got nan"),
+        ({"params": 7e9, "top": 0}, "top must be at least 1, got 0"),
+        ({"params": 7e9, "memory": -5e9}, "memory must be above 0"),
+        ({"params": 7e9, "memory": 1e9}, "1 GB per GPU is less than what the driver"),
+        ({"params": 7e9, "port": 0}, "network must be above 0"),
+        ({"params": 7e9, "host_memory": 0}, "host memory must be above 0"),
         ({}, "say which model"),
         ({"layers": 4, "hidden": 64}, "needs all of layers, hidden and heads"),
         ({"model": nn.Linear(2, 2)}, "cannot read the shape of Linear"),
@@ -197,6 +204,11 @@ def test_hardware_from_a_file(tmp_path):
     card = accelerator(str(path))
     assert (card.memory, card.flops["bf16"], card.nvlink) == (48e9, 1e14, 2e11)
     assert ask(params=1e9, gpus=8, gpu=str(path)).best
+    for wrong in ('"much"', "0", "-1", "true"):
+        text = 'name = "mine"\nmemory_gb = 48\nbf16_tflops = 100\n'
+        path.write_text(text + f"memory_bandwidth_gbs = {wrong}\n")
+        with pytest.raises(ValueError, match="memory_bandwidth_gbs must be a number above 0"):
+            accelerator(str(path))
     path.write_text("name = ")
     with pytest.raises(ValueError, match="mine.toml"):
         accelerator(str(path))
@@ -210,7 +222,7 @@ def test_hardware_from_a_file(tmp_path):
 def run(*arguments, timeout=60):
     return subprocess.run(
         [sys.executable, "-m", "minidist", *arguments], capture_output=True, text=True,
-        timeout=timeout, env={**__import__("os").environ, "COLUMNS": "160"},
+        timeout=timeout, env={**os.environ, "COLUMNS": "160"},
     )  # fmt: skip
 
 
@@ -231,6 +243,29 @@ def test_plan_command_writes_the_agreed_json(tmp_path):
     assert all(keys <= set(layout) for layout in content["layouts"])
     kinds = {"parameters", "gradients", "optimizer", "activations", "buffers", "peak"}
     assert set(content["layouts"][0]["bytes"]) == kinds
+
+
+@pytest.mark.timeout(150)
+def test_the_printed_command_trains_in_the_layout_found(tmp_path):
+    found = md.plan(
+        layers=4, hidden=64, heads=4, seq=32, global_batch=8, gpus=2, pp=2, microbatch=2
+    )
+    assert found.best.layout.chunks == 2 and in_code(found.best.layout) == []
+    path = tmp_path / "run.json"
+    command = [sys.executable, "-m", "torch.distributed.run", *found.command.split()[1:]]
+    # A rendezvous of its own: torchrun's usual port may be taken.
+    command.insert(3, "--standalone")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--steps", "1", "--json", str(path)], capture_output=True, text=True,
+        timeout=120, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    row = json.loads(path.read_text())["rows"][0]
+    assert row["ranks"] == 2 and row["loss"]
+    # Of an interleaved schedule with 2 stages, 2 chunks and the plan's micro-batches.
+    want = 1 / (2 * found.best.microbatches)
+    assert row["bubble_formula"] == pytest.approx(want)
 
 
 def test_explain_shows_the_tree_and_both_tables():
@@ -280,7 +315,7 @@ def test_validate_command_shows_errors(tmp_path, capsys):
 
     path = tmp_path / "errors.json"
     assert main(["simulate", "--validate", "--json", str(path)]) == 0
-    assert "of 38 rows within what is promised" in capsys.readouterr().out.replace("\n", " ")
+    assert "44 of 44 rows within what is promised" in capsys.readouterr().out.replace("\n", " ")
     rows = json.loads(path.read_text())["rows"]
     assert {"source", "case", "published", "predicted", "error"} <= set(rows[0])
 

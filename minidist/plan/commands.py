@@ -52,6 +52,10 @@ def one_line_errors():
         raise typer.BadParameter(str(error)) from None
 
 
+def _scaled(value: float | None, unit: float) -> float | None:
+    return None if value is None else value * unit
+
+
 def _check_writable(*paths: str | None) -> None:
     for path in paths:
         problem = writable(path)
@@ -108,8 +112,8 @@ def plan(
         try:
             found = find_plan(
                 model, params=params, layers=layers, hidden=hidden, heads=heads, gpus=gpus, gpu=gpu,
-                gpus_per_node=gpus_per_node, memory=memory and memory * 1e9,
-                host_memory=host_memory * 1e9, port=network and network * 1e9 / 8, seq=seq,
+                gpus_per_node=gpus_per_node, memory=_scaled(memory, 1e9),
+                host_memory=host_memory * 1e9, port=_scaled(network, 1e9 / 8), seq=seq,
                 global_batch=global_batch, convention=convention, tp=tp, pp=pp, dp_kind=dp_kind,
                 microbatch=microbatch, recompute=recompute, offload=offload, top=top,
             )  # fmt: skip
@@ -261,7 +265,7 @@ def simulate(
             shape = shape_of(model, params, layers, hidden, heads)
             shape = with_sequence(shape, seq) if seq else shape
             machine = cluster(
-                gpu, gpus, gpus_per_node=gpus_per_node, port=network and network * 1e9 / 8
+                gpu, gpus, gpus_per_node=gpus_per_node, port=_scaled(network, 1e9 / 8)
             )
             layout = _layout(gpus, dp_kind, tp, pp, microbatch, schedule, chunks, recompute)
             batch = global_batch or layout.dp * microbatch * max(1, 4 * pp if pp > 1 else 1)

@@ -80,15 +80,15 @@ def configurations() -> list[dict]:
     )  # fmt: skip
     return [
         {"size": size, "gpus": gpus, "scheme": scheme, "batch": batch,
-         **_example(question), "note": _note(plan(**question), wanted)}
+         **_example(question, wanted)}
         for size, gpus, scheme, batch, question, wanted in rows
     ]  # fmt: skip
 
 
-def _example(question: dict) -> dict:
-    best = plan(**question).best
+def _example(question: dict, wanted: set) -> dict:
+    found = plan(**question)
     size = f"{question['params'] / 1e9:.3g}B on {question['gpus']} {question['gpu']}"
-    return {"example": size, "planner": str(best.layout)}
+    return {"example": size, "planner": str(found.best.layout), "note": _note(found, wanted)}
 
 
 def _note(found: Plan, wanted: set) -> str:

@@ -179,6 +179,11 @@ def _from_toml(path: Path) -> Accelerator:
     missing = [key for key in needed if key not in values]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
+    for key, value in values.items():
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        # Without NVLink the cards talk over PCIe: 0 is possible there.
+        if key != "name" and not (number and (value > 0 or (value == 0 and key == "nvlink_gbs"))):
+            raise ValueError(f"{path}: {key} must be a number above 0, got {value!r}")
     flops = {"bf16": values["bf16_tflops"] * 1e12}
     if "fp8_tflops" in values:
         flops["fp8"] = values["fp8_tflops"] * 1e12
@@ -210,8 +215,11 @@ def cluster(
         raise ValueError(f"gpus per node must be at least 1, got {gpus_per_node}")
     if gpus > gpus_per_node and gpus % gpus_per_node:
         raise ValueError(f"{gpus} GPUs do not fill nodes of {gpus_per_node}")
+    for name, size in (("network", port), ("memory", memory)):
+        if size is not None and not size > 0:
+            raise ValueError(f"{name} must be above 0")
     card = accelerator(gpu) if isinstance(gpu, str) else gpu
-    if memory:
+    if memory is not None:
         card = replace(card, memory=memory)
     if port is None:
         port = _PORTS.get(card.name.split("-")[0], 12.5e9)

@@ -137,6 +137,10 @@ def plan(
     every layout is too large.
     """
     shape = shape_of(model, params, layers, hidden, heads)
+    if top < 1:
+        raise ValueError(f"top must be at least 1, got {top}")
+    if not host_memory > 0:
+        raise ValueError("host memory must be above 0; offload none does without it")
     if seq is not None:
         if seq < 1:
             raise ValueError(f"seq must be at least 1, got {seq}")
@@ -144,6 +148,11 @@ def plan(
     machine = cluster(
         gpu, gpus, gpus_per_node=gpus_per_node, port=port, memory=memory, cpu_memory=host_memory
     )
+    if usable_bytes(machine) <= 0:
+        raise ValueError(
+            f"{machine.accelerator.memory / 1e9:g} GB per GPU is less than what the driver and "
+            "communication buffers take"
+        )
     batch = default_batch(shape, gpus) if global_batch is None else global_batch
     if batch < 1:
         raise ValueError(f"global batch must be at least 1, got {batch}")

@@ -232,8 +232,8 @@ def from_parameters(count: float) -> Transformer:
     The made-up shape has heads of 128 (64 below 1e9 parameters), a hidden size that cuts over 8
     ranks, and about the ratio of hidden to layers of the models in Narayanan 2021, Table 1.
     """
-    if count < 1e6:
-        raise ValueError(f"params must be at least 1e6, got {count:g}")
+    if not 1e6 <= count < 1e18:
+        raise ValueError(f"params must be at least 1e6 and below 1e18, got {count:g}")
     known = min(PRESETS.values(), key=lambda shape: abs(shape.parameters - count))
     if abs(known.parameters - count) <= 0.05 * count:
         return known
