@@ -2,6 +2,7 @@
 #   make demo    the main job: every strategy trains the same small GPT, and shows what it costs
 #   make test    the tests
 #   make learn   JupyterLab in chapters/
+#   make book    the chapters as pages to read, out/book/index.html
 #   make chapters   execute every chapter, as CI does (make notebooks: write their outputs anew)
 #   make bench   our strategies timed beside torch's own
 #   make lint    what continuous integration checks before the tests
@@ -12,7 +13,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help setup demo test learn exercises bench lint format clean
+.PHONY: help setup demo test learn book exercises bench lint format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -37,6 +38,10 @@ test: $(READY)
 
 learn: $(READY)
 	$(BIN)/python -m minidist learn
+
+book: $(READY)
+	$(BIN)/python -m sphinx -q -W --keep-going -c chapters/book -d out/book/.doctrees chapters out/book
+	@echo out/book/index.html
 
 exercises: $(READY)
 	$(BIN)/python -m minidist.learn.strip
