@@ -71,6 +71,19 @@ def test_remarks_say_what_the_table_does_not():
     assert bench_report.line(row) == "ddp, 2 ranks: 3000.0 ms, 1.50 of torch"
 
 
+def test_the_fastest_version_counts_on_both_sides():
+    outcomes = {
+        "minidist": outcome("ours", [[1.0]]),
+        "minidist, one bucket": outcome("ours", [[0.9]]),
+        "torch": outcome("peer", [[2.0]]),
+        "torch, one bucket": outcome("peer", [[1.8]]),
+    }
+    row = bench.summarise("ddp", 2, outcomes, goal=0.6)
+    assert (row["ours"], row["best_peer"]) == ("minidist, one bucket", "torch, one bucket")
+    assert row["ratio_to_best_peer"] == pytest.approx(0.5)
+    assert row["variants"] == {"minidist": 1.0, "minidist, one bucket": 0.9}
+
+
 def test_a_row_without_peers():
     row = bench.summarise("ddp", 2, {"minidist": outcome("ours", [[1.0]])}, goal=0.9)
     assert row["ratio_to_best_peer"] is row["met"] is row["best_peer"] is None
@@ -178,9 +191,9 @@ def test_one_step_between_barriers_is_refused():
 @pytest.mark.parametrize(
     ("module", "row", "peers"),
     [
-        (bench_data_parallel, "ddp", 2),
-        (bench_data_parallel, "zero1", 2),
-        (bench_data_parallel, "zero2", 2),
+        (bench_data_parallel, "ddp", 3),
+        (bench_data_parallel, "zero1", 3),
+        (bench_data_parallel, "zero2", 3),
         (bench_data_parallel, "fsdp-full", 2),
         (bench_data_parallel, "fsdp-grad-op", 2),
         (bench_model_parallel, "gpipe", 1),

@@ -67,7 +67,6 @@ def whole_bytes(model):
 def settled(model):
     assert whole_bytes(model) == 0
     assert not model.busy and not model._ahead and model._in_flight is None
-    assert not model._spare.grads
     for flat in model.flats:
         assert flat.gathering is None and flat.reducing is None and not flat.means
         assert flat.grads is None

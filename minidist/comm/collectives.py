@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.comm import ledger
-from minidist.comm.direct import DirectReduceScatter, direct_all_gather
+from minidist.comm.direct import DirectReduceScatter, direct_all_gather, received_numel
 from minidist.comm.mesh import resolve_group
 
 _OPS = {
@@ -119,8 +119,8 @@ def reduce_scatter(
     `full` is 1-D and contiguous with N * shard.numel() elements and must not change before
     `wait()`; `shard` may be this rank's own slice of it. Sends (N-1)/N of the bytes of `full` per
     rank. On gloo the sum runs in rank order 0..N-1, so the bits do not depend on how tensors are
-    bucketed. `scratch`: a 1-D buffer of (N-1) * shard.numel() elements to receive into; kept
-    between steps it saves the page faults of a fresh allocation. `tag`: see `all_gather`.
+    bucketed. `scratch`: a 1-D buffer of `scratch_numel(shard, full)` elements to receive into.
+    `tag`: see `all_gather`.
     """
     pg = resolve_group(group)
     _check_op(op, full)
@@ -142,11 +142,10 @@ def reduce_scatter(
     return _result(work, async_op)
 
 
-def scratch_numel(full: Tensor, group=None) -> int:
-    """Elements `reduce_scatter(scratch=...)` needs for a buffer like `full`; 0 where it is
-    native."""
+def scratch_numel(shard: Tensor, full: Tensor, group=None) -> int:
+    """Elements of `reduce_scatter(shard, full, scratch=...)`; 0 where it is native."""
     pg = resolve_group(group)
-    return full.numel() // pg.size() * (pg.size() - 1) if _is_direct(pg, full) else 0
+    return received_numel(shard, full, pg.size()) if _is_direct(pg, full) else 0
 
 
 def all_gather(

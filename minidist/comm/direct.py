@@ -35,18 +35,22 @@ class DirectReduceScatter:
         n, me = pg.size(), pg.rank()
         chunks = full.view(n, -1)
         if scratch is None:
-            scratch = full.new_empty((n - 1) * shard.numel())
-        received = scratch.view(n - 1, -1)
+            scratch = full.new_empty(received_numel(shard, full, n))
+        received = list(scratch.view(-1, shard.numel()))
+        if len(received) < n - 1:  # one part arrives where the sum will be
+            received.append(shard)
         self.op, self.n, self.me, self.shard = op, n, me, shard
         self.parts = [chunks[me]] * n  # contribution of each rank to my chunk, in rank order
-        self.pending = []
+        sources, targets = _round(me, n)
+        for src, part in zip(sources, received, strict=True):
+            self.parts[src] = part
         tag = _TAG_REDUCE_SCATTER + 2 * tag
-        for step in range(1, n):
-            # Start with the next rank and go round, or everybody would talk to rank 0 first.
-            src, dst = (me - step) % n, (me + step) % n
-            self.parts[src] = received[step - 1]
-            self.pending.append(_irecv(received[step - 1], src, pg, tag))
-            self.pending.append(_isend(chunks[dst], dst, pg, tag))
+        self.pending = _exchange(
+            [(chunks[dst], dst) for dst in targets],
+            [(self.parts[src], src) for src in sources],
+            pg,
+            tag,
+        )
 
     def finish(self) -> None:
         combine, total = COMBINE[self.op], self.parts[0]
@@ -59,17 +63,38 @@ class DirectReduceScatter:
             self.shard.div_(self.n)
 
 
+def received_numel(shard: Tensor, full: Tensor, n: int) -> int:
+    """Elements of memory that a reduce-scatter needs beside `shard` and `full`."""
+    apart = shard.untyped_storage()._cdata != full.untyped_storage()._cdata
+    return max(0, n - 1 - apart) * shard.numel()
+
+
 def direct_all_gather(full: Tensor, shard: Tensor, pg, tag: int) -> list[Any]:
     n, me = pg.size(), pg.rank()
-    tag = _TAG_ALL_GATHER + 2 * tag
-    places, pending = full.view(n, -1), []
-    for step in range(1, n):
-        src, dst = (me - step) % n, (me + step) % n
-        pending.append(_irecv(places[src], src, pg, tag))
-        pending.append(_isend(shard, dst, pg, tag))
+    places = full.view(n, -1)
+    sources, targets = _round(me, n)
+    pending = _exchange(
+        [(shard, dst) for dst in targets],
+        [(places[src], src) for src in sources],
+        pg,
+        _TAG_ALL_GATHER + 2 * tag,
+    )
     if shard.data_ptr() != places[me].data_ptr():
         places[me].copy_(shard)
     return pending
+
+
+def _round(me: int, n: int) -> tuple[list[int], list[int]]:
+    """Whom to receive from and whom to send to: the next rank first and so on round the circle, or
+    everybody would talk to rank 0 first."""
+    return [(me - step) % n for step in range(1, n)], [(me + step) % n for step in range(1, n)]
+
+
+def _exchange(sends: list, receives: list, pg, tag: int) -> list[Any]:
+    # Sends first. While this thread writes to a peer, gloo's own thread cannot serve the same
+    # connection, and if something is coming in there it asks again and again: up to 5 % of a step.
+    pending = [_isend(tensor, dst, pg, tag) for tensor, dst in sends]
+    return pending + [_irecv(tensor, src, pg, tag) for tensor, src in receives]
 
 
 def _isend(tensor: Tensor, dst: int, pg, tag: int):

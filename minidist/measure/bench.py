@@ -122,8 +122,9 @@ def compete(make, rounds: int, steps: int, trace: str | None = None) -> dict[str
                 outcomes[name].others.append(busy)
     for name in names:
         _combine(outcomes[name])
-        if outcomes[name].role == "ours" and trace is not None:
-            _trace(ready[name], trace)
+    ours = [name for name in names if outcomes[name].role == "ours"]
+    if ours and trace is not None:
+        _trace(ready[ours[0]], trace)
     return outcomes
 
 
@@ -243,14 +244,18 @@ def _combine(outcome: Outcome) -> None:
 def summarise(name: str, world: int, outcomes: dict[str, Outcome], goal: float | None) -> dict:
     """One row of the report, in the keys of the JSON file. Ratios below 1 are in our favour."""
     ran = {n: o for n, o in outcomes.items() if o.rounds}
-    ours = next((o for o in ran.values() if o.role == "ours"), None)
+    variants = {n: o for n, o in ran.items() if o.role == "ours"}
+    ours_name = min(variants, key=lambda n: variants[n].seconds, default=None)
+    ours = variants.get(ours_name)
     peers = {n: o for n, o in ran.items() if o.role == "peer"}
     floors = [o for o in ran.values() if o.role == "floor"]
     best = min(peers, key=lambda n: peers[n].seconds, default=None)
     row = {
         "name": name,
         "world": world,
+        "ours": ours_name,
         "ours_seconds": ours.seconds if ours else None,
+        "variants": {n: o.seconds for n, o in variants.items()},
         "peers": {n: o.seconds for n, o in peers.items()},
         "best_peer": best,
         "ratio_to_best_peer": None,

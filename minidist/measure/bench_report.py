@@ -19,7 +19,7 @@ def table(rows: list[dict]):
         best = row["best_peer"]
         shown.add_row(
             f"{row['name']}\n{row['world']} ranks",
-            _ms(row["ours_seconds"]),
+            _ours(row),
             f"{_ms(row['peers'][best])} {best}" if best else "none ran",
             _ratio(row),
             _number(row["cpu_ratio_to_best_peer"]),
@@ -31,7 +31,9 @@ def table(rows: list[dict]):
 
 def line(row: dict) -> str:
     """One row in one line, for a run that goes on."""
+    which = (row["ours"] or "").partition(", ")[2]
     words = f"{row['name']}, {row['world']} ranks: {_ms(row['ours_seconds'])} ms"
+    words += f" ({which})" if which else ""
     if row["ratio_to_best_peer"] is None:
         return words
     return f"{words}, {row['ratio_to_best_peer']:.2f} of {row['best_peer']}"
@@ -78,9 +80,9 @@ def plot(rows: list[dict], path: str | Path) -> None:
         lines, columns, figsize=(5.5 * columns, 2.6 * lines), squeeze=False, layout="constrained"
     )
     for axis, row in zip(axes.flat, rows, strict=False):
-        bars = {"minidist": row["ours_seconds"], **row["peers"]}
+        bars = {**row["variants"], **row["peers"]}
         bars = {name: seconds for name, seconds in bars.items() if seconds is not None}
-        colors = ["tab:blue" if name == "minidist" else "lightgray" for name in bars]
+        colors = ["tab:blue" if name in row["variants"] else "lightgray" for name in bars]
         axis.barh(list(bars), [1e3 * seconds for seconds in bars.values()], color=colors)
         axis.invert_yaxis()
         if row["floor_seconds"] is not None:
@@ -92,6 +94,12 @@ def plot(rows: list[dict], path: str | Path) -> None:
         axis.axis("off")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _ours(row: dict) -> str:
+    """The faster version's time, and which one that is, if there are several."""
+    which = (row["ours"] or "").partition(", ")[2]
+    return "\n".join(filter(None, [_ms(row["ours_seconds"]), which]))
 
 
 def _ms(seconds: float | None) -> str:

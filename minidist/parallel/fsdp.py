@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 
 from minidist.measure import span
-from minidist.parallel.fsdp_flat import FlatShard, SpareMemory
+from minidist.parallel.fsdp_flat import FlatShard
 from minidist.parallel.fsdp_init import Plan, check_optimizers, copy_units, make_placement
 from minidist.parallel.fsdp_module import ShardedModule
 from minidist.parallel.fsdp_placement import MixedPrecision
@@ -104,8 +104,7 @@ class FSDP(ShardedModule):
         self.placement = make_placement(module, strategy, mixed_precision, offload, group)
         plan = Plan(module, units, ignored, FSDP)
         plan.check(self.placement, {"strategy": strategy, "prefetch": prefetch})
-        self._spare = SpareMemory()
-        flats = plan.build(self.placement, self._spare, init)
+        flats = plan.build(self.placement, init)
         ignored_params = {name: plan.params[name] for name in plan.replicated}
         for name, tensor in (*ignored_params.items(), *module.named_buffers()):
             self.placement.spread(tensor.data, f"fsdp {name} start")
@@ -359,7 +358,6 @@ class FSDP(ShardedModule):
                     self._reduce(unit)
             self._settle()
         self._free_ahead()
-        self._spare.end_of_backward()
         self._recomputed = None
         for unit in self.units:
             unit.pending = 0
@@ -391,7 +389,6 @@ class FSDP(ShardedModule):
             flat.drop_gradients()
         for unit in self.units:
             unit.pending, unit.waiting = 0, False
-        self._spare.end_of_backward()
         self._in_flight, self._keep_graph = None, False
         self._reduced.clear()
 
@@ -427,7 +424,6 @@ class FSDP(ShardedModule):
         nn.Module.__init__(twin)
         twin.training, twin.placement = self.training, self.placement
         twin.strategy, twin.prefetch = self.strategy, self.prefetch
-        twin._spare = SpareMemory()
         for unit in self.units:  # functions are copied by reference: they would serve this one
             unit.release()
         try:
@@ -436,7 +432,7 @@ class FSDP(ShardedModule):
             for unit in self.units:
                 self._surround(unit)
                 self._listen(unit)
-        units, flats = copy_units(self.units, self.flats, memo, twin._spare)
+        units, flats = copy_units(self.units, self.flats, memo)
         ignored = zip(self.replicated.names, self.replicated.params, strict=True)
         twin._begin(module, units, flats, {name: memo[id(param)] for name, param in ignored})
         return twin

@@ -3,7 +3,7 @@
                   between uses        while the unit computes      after its backward
     shard         this rank's 1/N     the same                     the same, for the optimizer
     full          freed (0 bytes)     all parameters, gathered     freed
-    grads         none                whole gradients, filling     given back once reduce-scattered
+    grads         none                whole gradients, filling     freed once reduce-scattered
     pieces        in the modules      swapped for `wholes`         in the modules, `.grad` is 1/N
 
 `FlatShard` is that memory, for parameters of one dtype, and its two movements, all-gather and
@@ -13,7 +13,7 @@ Freeing is `storage.resize_(0)`: tensors that autograd saved stay valid views of
 see the values again once it has been regrown and gathered. Until then their version counter is
 wrong on purpose: a backward that comes too early is an error, not a read of freed memory.
 
-Chapter 5; document 4.3 and 5.2; Zhao et al. 2023, "PyTorch FSDP", section 3.2.1.
+Chapter 4; document 4.3 and 5.2; Zhao et al. 2023, "PyTorch FSDP", section 3.2.1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,47 +31,6 @@ from minidist.parallel.flat import FlatLayout
 from minidist.parallel.fsdp_placement import Placement
 
 _WHOLE, _FREED = 0, 1  # version counters of a full buffer
-
-
-class SpareMemory:
-    """Memory that the units of one model use in turn.
-
-    Fresh memory costs a page fault per 4 KiB: for all gradients of a backward a tenth of its time.
-    """
-
-    def __init__(self) -> None:
-        # glibc keeps freed blocks up to the size of the largest mapped one that was ever freed, at
-        # most 32 MiB. This raises that limit without touching a page. Without it every unit that is
-        # freed goes back to the system, and its next gather pays for fresh pages.
-        np.empty(2**25 - 2**16, dtype=np.uint8)
-        self.grads: dict[torch.dtype, Tensor] = {}  # free during a backward, at most one per dtype
-        self.received: dict[torch.dtype, Tensor] = {}  # kept: where peers' gradients arrive
-
-    def take_grads(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """For whole gradients: one unit's travel while the next one's come, so two buffers turn."""
-        buffer = self.grads.pop(dtype, None)
-        if buffer is None or buffer.numel() < like.numel():
-            buffer = None  # what is too small goes before something larger comes
-            buffer = torch.empty_like(like, dtype=dtype)
-        return tag(buffer, "gradients")[: like.numel()]
-
-    def give_grads(self, view: Tensor) -> None:
-        buffer = view if view._base is None else view._base
-        other = self.grads.get(buffer.dtype)
-        if other is None or other.numel() < buffer.numel():
-            self.grads[buffer.dtype] = tag(buffer, "buffers")
-
-    def receive(self, full: Tensor, group: Any) -> Tensor | None:
-        """For `reduce_scatter(scratch=...)`; one reduction is under way at a time."""
-        need = coll.scratch_numel(full, group)
-        buffer = self.received.get(full.dtype)
-        if need and (buffer is None or buffer.numel() < need):
-            buffer = tag(full.new_empty(need), "buffers")
-            self.received[full.dtype] = buffer
-        return buffer[:need] if need else None
-
-    def end_of_backward(self) -> None:
-        self.grads.clear()
 
 
 class FlatShard:
@@ -92,7 +50,6 @@ class FlatShard:
         layout: FlatLayout,
         shard: Tensor,
         placement: Placement,
-        spare: SpareMemory,
         number: int,
     ):
         self.names, self.pieces, self.places = names, params, places
@@ -110,7 +67,7 @@ class FlatShard:
             for view, param in zip(layout.views(self.full), params, strict=True)
         ]
         self._cut(params)
-        self.reduce_dtype, self.spare = reduce, spare
+        self.reduce_dtype = reduce
         self.grads: Tensor | None = None  # whole gradients, while some are in there
         self.grad_views: list[Tensor] = []
         self.scale = 1 / (placement.world_size * placement.replicas)
@@ -123,7 +80,7 @@ class FlatShard:
         self.free()
 
     @classmethod
-    def cut(cls, names, params, places, placement: Placement, spare, number: int) -> FlatShard:
+    def cut(cls, names, params, places, placement: Placement, number: int) -> FlatShard:
         """Collective. Shard whole parameters; all ranks take rank 0's values."""
         layout = FlatLayout(params, placement.world_size)
         values = layout.buffer(params[0].dtype, placement.device)
@@ -136,15 +93,14 @@ class FlatShard:
         del values, own  # before `full` is allocated
         if placement.offload and placement.device.type == "cuda":
             shard = shard.pin_memory()  # or copies could not be asynchronous
-        return cls(names, params, places, layout, shard, placement, spare, number)
+        return cls(names, params, places, layout, shard, placement, number)
 
-    def copy(self, memo: dict[int, Any], spare: SpareMemory) -> FlatShard:
+    def copy(self, memo: dict[int, Any]) -> FlatShard:
         """An independent copy for the modules and parameters that `memo` (of deepcopy) has."""
         params = [memo[id(piece)] for piece in self.pieces]
         places = [[(memo[id(m)], name) for m, name in entries] for entries in self.places]
         return FlatShard(
-            self.names, params, places, self.layout, self.shard.clone(), self.placement, spare,
-            self.number,
+            self.names, params, places, self.layout, self.shard.clone(), self.placement, self.number
         )  # fmt: skip
 
     def _cut(self, params: list[nn.Parameter]) -> None:
@@ -241,9 +197,10 @@ class FlatShard:
             self.reducing = coll.Work(mean, None, [])
             return
         group = self.placement.shard_group
+        received = coll.scratch_numel(mean, self.grads, group)
         self.reducing = coll.reduce_scatter(
             mean, self.grads, group=group, async_op=True, by=f"{self.by} gradients",
-            scratch=self.spare.receive(self.grads, group), tag=self.number,
+            scratch=tag(self.grads.new_empty(received), "buffers"), tag=self.number,
         )  # fmt: skip
 
     def finish_reduce(self) -> None:
@@ -252,7 +209,7 @@ class FlatShard:
             return
         mean = self.reducing.wait()
         self.reducing = None
-        self._give_grads()
+        self.grads, self.grad_views = None, []
         work = None
         if self.placement.replica_group is not None:
             work = coll.all_reduce(
@@ -294,17 +251,12 @@ class FlatShard:
         self.means.clear()
         self.filled.clear()
         self.used.clear()
-        self._give_grads()
+        self.grads, self.grad_views = None, []
 
     def _take_grads(self) -> None:
-        self.grads = self.spare.take_grads(self.full, self.reduce_dtype)
+        self.grads = tag(torch.empty_like(self.full, dtype=self.reduce_dtype), "gradients")
         self.grad_views = self.layout.views(self.grads)
         self.layout.clean_padding(self.grads)
-
-    def _give_grads(self) -> None:
-        if self.grads is not None:
-            self.spare.give_grads(self.grads)
-            self.grads, self.grad_views = None, []
 
     # --- what the modules see ---------------------------------------------------------------------
 

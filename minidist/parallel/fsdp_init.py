@@ -32,7 +32,7 @@ from minidist.comm.mesh import resolve_group
 from minidist.measure.registry import gradient_hooks
 from minidist.parallel.agree import check_same_parameters
 from minidist.parallel.elementwise import refuse_unless_elementwise
-from minidist.parallel.fsdp_flat import FlatShard, SpareMemory
+from minidist.parallel.fsdp_flat import FlatShard
 from minidist.parallel.fsdp_placement import MixedPrecision, Placement
 from minidist.parallel.fsdp_unit import Unit
 
@@ -214,7 +214,7 @@ class Plan:
         return None
 
     def build(
-        self, placement: Placement, spare: SpareMemory, init: Callable[[nn.Module], None] | None
+        self, placement: Placement, init: Callable[[nn.Module], None] | None
     ) -> list[FlatShard]:
         """Collective. Shard unit after unit, giving meta parameters their memory on the way."""
         flats: list[FlatShard] = []
@@ -224,10 +224,10 @@ class Plan:
             for unit in self.units:
                 if left[unit] and not any(self.params[n].is_meta for n in left[unit]):
                     left[unit] = set()
-                    flats += self._shard(unit, placement, spare, len(flats))
+                    flats += self._shard(unit, placement, len(flats))
         return flats
 
-    def _shard(self, unit: Unit, placement, spare, number: int) -> list[FlatShard]:
+    def _shard(self, unit: Unit, placement, number: int) -> list[FlatShard]:
         kinds: dict[tuple, list[str]] = {}
         for name in self.members[unit]:
             param = self.params[name]
@@ -235,7 +235,7 @@ class Plan:
             kinds.setdefault((param.dtype, param.requires_grad), []).append(name)
         for names in kinds.values():
             params, places = [self.params[n] for n in names], [self.places[n] for n in names]
-            unit.flats.append(FlatShard.cut(names, params, places, placement, spare, number))
+            unit.flats.append(FlatShard.cut(names, params, places, placement, number))
             number += 1
         return unit.flats
 
@@ -255,11 +255,11 @@ def make_placement(
 
 
 def copy_units(
-    units: list[Unit], flats: list[FlatShard], memo: dict[int, Any], spare: SpareMemory
+    units: list[Unit], flats: list[FlatShard], memo: dict[int, Any]
 ) -> tuple[list[Unit], list[FlatShard]]:
     """The same units and shards for the modules and parameters that deepcopy's `memo` has."""
     twins: dict[Unit, Unit] = {}
-    flat_twins = {flat: flat.copy(memo, spare) for flat in flats}
+    flat_twins = {flat: flat.copy(memo) for flat in flats}
     for unit in units:
         twin = twins[unit] = Unit(unit.name, memo[id(unit.module)], None)
         twin.flats = [flat_twins[flat] for flat in unit.flats]

@@ -95,11 +95,7 @@ class ZeroOptimizer(Optimizer):
         self._sync = True
         self._next = 0  # the bucket to be reduced next: all ranks must use one order
         self._callback_queued = False
-        # A reduction in flight needs a receive buffer, and keeps its bucket's full gradient alive:
-        # stage 2 allows one, so that at most two full buckets exist (one travels, one fills).
-        self._lanes: list[Bucket | None] = [None] * (2 if stage == 1 else 1)
-        self._scratch: list[Tensor | None] = [None] * len(self._lanes)  # where peers' parts arrive
-        self._free_grads: list[Tensor] = []
+        self._in_flight: list[Bucket] = []  # being reduced, the oldest first
         inner_defaults = optimizer_class([nn.Parameter(torch.zeros(1))], **defaults).defaults
         super().__init__(params_or_groups, inner_defaults)
 
@@ -229,17 +225,20 @@ class ZeroOptimizer(Optimizer):
         for i, view in enumerate(bucket.grad_views):
             if i not in bucket.filled:  # a rank may not skip it: the others wait for this part
                 view.zero_()
-        lane = self._next % len(self._lanes)
-        if self._lanes[lane] is not None:
-            self._settle(self._lanes[lane])
-        self._lanes[lane] = bucket
+        # A reduction in flight needs a receive buffer, and keeps its bucket's full gradient alive:
+        # stage 2 allows one, so that at most two full buckets exist (one travels, one fills).
+        while len(self._in_flight) > (1 if self.stage == 1 else 0):
+            self._settle(self._in_flight[0])
         shard = self._own_grad(bucket)  # stage 1 reduces in place: no extra memory
         if self.stage == 2:
             shard = tag(torch.empty_like(shard), "gradients")
+        size = coll.scratch_numel(shard, bucket.grad, self.process_group)
         bucket.work = coll.reduce_scatter(
             shard, bucket.grad, group=self.process_group, async_op=True,
-            by=f"zero{self.stage} bucket {bucket.index}", scratch=self._scratch_for(lane, bucket),
+            by=f"zero{self.stage} bucket {bucket.index}",
+            scratch=tag(bucket.grad.new_empty(size), "buffers"),
         )  # fmt: skip
+        self._in_flight.append(bucket)
         bucket.filled.clear()
         bucket.arrived = 0
         self._next += 1
@@ -249,13 +248,12 @@ class ZeroOptimizer(Optimizer):
         if bucket.work is None:
             return
         shard, bucket.work = bucket.work.wait(), None
+        self._in_flight.remove(bucket)
         if self.tier == "cpu" and shard.is_cuda:
             shard = tiers.to_host(shard)
         bucket.mean = shard if bucket.mean is None else bucket.mean.add_(shard)
         if self.stage == 2:
-            self._free_grads.append(bucket.grad_buffer)
-            bucket.grad_buffer = bucket.grad = None
-            bucket.grad_views = []
+            bucket.grad, bucket.grad_views = None, []
 
     def _end_of_backward(self) -> None:
         # Exactly one reduction per bucket and backward on every rank, also of buckets that this
@@ -310,11 +308,6 @@ class ZeroOptimizer(Optimizer):
             ))  # fmt: skip
         for gather in gathers:
             gather.wait()
-        # Not kept through the next forward: its end, with all activations, is the moment of most
-        # memory. (The allocator has the pages ready when backward asks again.)
-        self._free_grads.clear()
-        self._lanes = [None] * len(self._lanes)
-        self._scratch = [None] * len(self._lanes)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -366,29 +359,15 @@ class ZeroOptimizer(Optimizer):
         return bucket.layout.shard(bucket.grad, self.rank)
 
     def _take_grad_buffer(self, bucket: Bucket) -> None:
-        dtype, need = self.reduce_dtype or bucket.full.dtype, bucket.layout.padded_numel
-        if self.stage == 2:  # buffers go round: a fresh one would cost page faults in every step
-            for i, buffer in enumerate(self._free_grads):
-                if buffer.dtype == dtype and buffer.numel() >= need:
-                    bucket.grad_buffer = self._free_grads.pop(i)
-                    break
-            same = [b for b in self.buckets if b.full.dtype == bucket.full.dtype]
-            need = max(b.layout.padded_numel for b in same)
-        if bucket.grad_buffer is None:
-            bucket.grad_buffer = torch.empty(need, dtype=dtype, device=bucket.full.device)
-            # With stage 2 gradients only pass through; what stays is the shard.
-            tag(bucket.grad_buffer, "gradients" if self.stage == 1 else "buffers")
-        bucket.grad = bucket.grad_buffer[: bucket.layout.padded_numel]
+        bucket.grad = torch.empty(
+            bucket.layout.padded_numel,
+            dtype=self.reduce_dtype or bucket.full.dtype,
+            device=bucket.full.device,
+        )
+        # With stage 2 gradients only pass through; what stays is the shard.
+        tag(bucket.grad, "gradients" if self.stage == 1 else "buffers")
         bucket.layout.clean_padding(bucket.grad)
         bucket.grad_views = bucket.layout.views(bucket.grad)
-
-    def _scratch_for(self, lane: int, bucket: Bucket) -> Tensor | None:
-        need = coll.scratch_numel(bucket.grad, self.process_group)
-        buffer = self._scratch[lane]
-        if need and (buffer is None or buffer.numel() < need or buffer.dtype != bucket.grad.dtype):
-            most = max(b.layout.shard_numel for b in self.buckets) * (self.world_size - 1)
-            buffer = self._scratch[lane] = tag(bucket.grad.new_empty(most), "buffers")
-        return buffer[:need] if need else None
 
     def _to_disk(self, bucket: Bucket) -> None:
         """Move states that a step has made to files, and give back the pages of those there."""

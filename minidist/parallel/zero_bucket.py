@@ -20,7 +20,6 @@ class Bucket:
         self.shard: nn.Parameter  # what the inner optimizer updates
         self.inner: Optimizer
         self.on_disk: dict[str, tiers.DiskTensor] = {}
-        self.grad_buffer: Tensor | None = None  # memory of `grad`, as large as the largest bucket
         self.grad: Tensor | None = None  # local gradients, already divided by the world size
         self.grad_views: list[Tensor] = []
         self.filled: set[int] = set()  # parameters whose gradient came since the last reduction

@@ -164,14 +164,14 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
         return {"gathered": 0, "buffers": size * beside}
     if layout.tp > 1 or layout.pp > 1:
         return {}
-    others = (ranks - 1) / ranks
+    others, apart = (ranks - 1) / ranks, (ranks - 2) / ranks
     if kind in ("zero1", "zero2"):
         count, largest = buckets(config)
         bucket, two = size * largest, min(2, count)
-        received = others * bucket  # the other ranks' parts of one bucket, on their way in
-        # Stage 1 lets two reductions travel at once. Stage 2 one, for it also has to keep the whole
-        # gradients of a bucket while they travel, and of the next while they arrive.
-        passing = two * received if kind == "zero1" else received + two * bucket
+        # The other ranks' parts of a bucket arrive beside it. Stage 1 lets two reductions travel at
+        # once. Stage 2 one, for it also has to keep the whole gradients of a bucket while they
+        # travel, and of the next while they arrive; one part arrives in what becomes the shard.
+        passing = two * others * bucket if kind == "zero1" else (apart + two) * bucket
         return {"gathered": 0, "buffers": passing}
     # FSDP: the root unit (embed and head) stays whole while a block is used and the next one comes.
     block = shape_of(config.model).layer_parameters()
@@ -182,8 +182,7 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
     # the shards of root and block, counted as gradients, do not exist yet.
     unreduced = root + two * block - (root + (two - 1) * block) / ranks
     reduced_size = 4 if config.masters else size
-    # Their memory is used in turn; between two units the largest is spare, at another moment.
-    buffers = reduced_size * (unreduced + (1 + others) * max(root, block))
+    buffers = reduced_size * (unreduced + apart * block)  # and other ranks' parts of the block
     return {"gathered": size * whole, "buffers": buffers}
 
 
