@@ -203,17 +203,17 @@ planner_widget(params=7e9, gpus=8, gpu="a100")
 # %% [markdown]
 # <div lang="zh">
 #
-# 1. 激活值随序列变长，参数状态不变：一条序列就占掉大半张卡，得让几张卡合算一条，于是出现张量并行。
+# 1. 激活值随序列变长，模型状态不变：一条 32768 的序列，单张卡要重计算才放得下，慢 25%；几张卡合算一条更快，于是出现张量并行。
 # 2. 不能：8 条序列分不到 64 张卡，只能 8 张卡合算一条；张量并行的通信和变窄的矩阵让计算只占不到八成的时间。这正是 6.2 要讲的。
-# 3. 能：优化器状态和梯度搬到主机内存，慢不到一成。80 GB 的卡装得下 16 位参数和激活值；换成 24 GB 的卡，连参数也得搬走。
+# 3. 能：优化器状态和梯度搬到主机内存，慢不到一成。80 GB 的卡装得下 16 位参数和激活值；换成 24 GB 的卡，参数最好也搬走，留下就得重计算，慢三成。
 #
 # </div>
 #
 # <div lang="en">
 #
-# 1. Activations grow with the sequence, model states do not: one sequence takes most of a card, several cards have to share it, and tensor parallel appears.
+# 1. Activations grow with the sequence, model states do not: one card holds a sequence of 32768 only with recomputation, 25 % slower; several cards sharing one are faster, and tensor parallel appears.
 # 2. No: 8 sequences cannot be dealt to 64 cards, so 8 cards share one; tensor-parallel messages and narrower matrices leave less than four fifths of the time for computing. This is the point of 6.2.
-# 3. Yes: optimizer state and gradients move to the host's memory, for less than a tenth of the speed. A card of 80 GB holds 16-bit parameters and activations; on one of 24 GB the parameters have to leave too.
+# 3. Yes: optimizer state and gradients move to the host's memory, for less than a tenth of the speed. A card of 80 GB holds 16-bit parameters and activations; on one of 24 GB the parameters had better leave too: keeping them means recomputation, 30 % slower.
 #
 # </div>
 
