@@ -209,8 +209,11 @@ class _Rank:
         import torch
         import torch.distributed as dist
 
+        from minidist.comm.context import keep_freed_memory
+
         # Before any operation: a thread per core in every rank would slow all of them down.
         torch.set_num_threads(setup["threads"])
+        keep_freed_memory()
         if setup["debug"]:
             from minidist.comm import checks
 
