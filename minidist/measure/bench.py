@@ -8,7 +8,9 @@ Times on a shared machine drift by tens of percent within minutes, ratios of nei
 * a turn's time is that of its slowest rank; a round's is the median of its turns;
 * a ratio is taken within a round, and the median over rounds is reported.
 
-Same model, data, dtype and optimizer for all, one thread per rank. Every contestant must reach the
+Same model, data, dtype and optimizer for all, one thread per rank. Our turns run under the
+scheduling that our ranks have, the peers' under the one they have without us (see
+`comm.context.tune_process`; its memory setting serves all). Every contestant must reach the
 loss of the others in the warm-up steps, or it has computed something else and is left out.
 """
 
@@ -27,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidist.comm import collectives as coll
+from minidist.comm.context import tune_process
 from minidist.comm.launch import Ranks
 from minidist.measure.meter import measure
 from minidist.measure.process import malloced
@@ -116,6 +119,7 @@ def compete(make, rounds: int, steps: int, trace: str | None = None) -> dict[str
             outcomes[name].rounds.append([])
         for order in (names, names[::-1]):
             for name in order:
+                tune_process("normal" if outcomes[name].role == "peer" else "batch")
                 wall, cpu, busy = _turn(ready[name], steps)
                 outcomes[name].rounds[-1].append(wall)
                 outcomes[name].cpu.append(cpu)
