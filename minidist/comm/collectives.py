@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minidist.comm import ledger
-from minidist.comm.direct import DirectReduceScatter, direct_all_gather, received_numel
+from minidist.comm.direct import DirectReduceScatter, direct_all_gather, parts_beside
 from minidist.comm.mesh import resolve_group
 
 _OPS = {
@@ -110,7 +110,7 @@ def reduce_scatter(
     group=None,
     async_op: bool = False,
     by: str = "",
-    scratch: Tensor | None = None,
+    scratch: list[Tensor] | None = None,
     tag: int = 0,
 ):
     """Combine `full` over the group and keep this rank's part: `shard[i] = op over ranks of
@@ -119,7 +119,7 @@ def reduce_scatter(
     `full` is 1-D and contiguous with N * shard.numel() elements and must not change before
     `wait()`; `shard` may be this rank's own slice of it. Sends (N-1)/N of the bytes of `full` per
     rank. On gloo the sum runs in rank order 0..N-1, so the bits do not depend on how tensors are
-    bucketed. `scratch`: a 1-D buffer of `scratch_numel(shard, full)` elements to receive into.
+    bucketed. `scratch`: what `make_scratch(shard, full)` gave, to receive into.
     `tag`: see `all_gather`.
     """
     pg = resolve_group(group)
@@ -133,6 +133,7 @@ def reduce_scatter(
         return _finished(shard, record, async_op)
     _agree(pg, record)
     if _is_direct(pg, full):
+        scratch = make_scratch(shard, full, pg) if scratch is None else scratch
         exchange = DirectReduceScatter(shard, full, op, pg, scratch, tag)
         work = Work(shard, record, exchange.pending, exchange.finish)
     else:
@@ -142,10 +143,13 @@ def reduce_scatter(
     return _result(work, async_op)
 
 
-def scratch_numel(shard: Tensor, full: Tensor, group=None) -> int:
-    """Elements of `reduce_scatter(shard, full, scratch=...)`; 0 where it is native."""
+def make_scratch(shard: Tensor, full: Tensor, group=None) -> list[Tensor]:
+    """Memory for `reduce_scatter(shard, full, scratch=...)`, none where it is native. For a caller
+    that keeps or counts it: separate tensors, because malloc maps what is larger than 32 MiB anew
+    every time."""
     pg = resolve_group(group)
-    return received_numel(shard, full, pg.size()) if _is_direct(pg, full) else 0
+    count = parts_beside(shard, full, pg.size()) if _is_direct(pg, full) else 0
+    return [torch.empty_like(shard) for _ in range(count)]
 
 
 def all_gather(

@@ -31,12 +31,10 @@ _TAG_REDUCE_SCATTER, _TAG_ALL_GATHER = 0x7F000001, 0x7F000002
 class DirectReduceScatter:
     """Every rank sends chunk j of its buffer to rank j, and adds up the N chunks it owns."""
 
-    def __init__(self, shard: Tensor, full: Tensor, op: str, pg, scratch: Tensor | None, tag: int):
+    def __init__(self, shard: Tensor, full: Tensor, op: str, pg, scratch: list[Tensor], tag: int):
         n, me = pg.size(), pg.rank()
         chunks = full.view(n, -1)
-        if scratch is None:
-            scratch = full.new_empty(received_numel(shard, full, n))
-        received = list(scratch.view(-1, shard.numel()))
+        received = list(scratch)
         if len(received) < n - 1:  # one part arrives where the sum will be
             received.append(shard)
         self.op, self.n, self.me, self.shard = op, n, me, shard
@@ -63,10 +61,10 @@ class DirectReduceScatter:
             self.shard.div_(self.n)
 
 
-def received_numel(shard: Tensor, full: Tensor, n: int) -> int:
-    """Elements of memory that a reduce-scatter needs beside `shard` and `full`."""
+def parts_beside(shard: Tensor, full: Tensor, n: int) -> int:
+    """How many tensors like `shard` a reduce-scatter needs beside `shard` and `full`."""
     apart = shard.untyped_storage()._cdata != full.untyped_storage()._cdata
-    return max(0, n - 1 - apart) * shard.numel()
+    return max(0, n - 1 - apart)
 
 
 def direct_all_gather(full: Tensor, shard: Tensor, pg, tag: int) -> list[Any]:

@@ -159,7 +159,7 @@ class Job:
             numel = -(-sum(p.numel() for p in self.model().parameters()) // n) * n
             full = torch.zeros(numel, device=self.device)
             shard = full[: numel // n].clone()
-            scratch = torch.zeros(numel - numel // n, device=self.device)
+            scratch = coll.make_scratch(shard, full)
             calls = {
                 "all_reduce": lambda: coll.all_reduce(full),
                 "reduce_scatter": lambda: coll.reduce_scatter(shard, full, scratch=scratch),

@@ -197,10 +197,10 @@ class FlatShard:
             self.reducing = coll.Work(mean, None, [])
             return
         group = self.placement.shard_group
-        received = coll.scratch_numel(mean, self.grads, group)
+        received = coll.make_scratch(mean, self.grads, group)
         self.reducing = coll.reduce_scatter(
             mean, self.grads, group=group, async_op=True, by=f"{self.by} gradients",
-            scratch=tag(self.grads.new_empty(received), "buffers"), tag=self.number,
+            scratch=[tag(part, "buffers") for part in received], tag=self.number,
         )  # fmt: skip
 
     def finish_reduce(self) -> None:

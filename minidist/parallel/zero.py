@@ -232,11 +232,11 @@ class ZeroOptimizer(Optimizer):
         shard = self._own_grad(bucket)  # stage 1 reduces in place: no extra memory
         if self.stage == 2:
             shard = tag(torch.empty_like(shard), "gradients")
-        size = coll.scratch_numel(shard, bucket.grad, self.process_group)
+        received = coll.make_scratch(shard, bucket.grad, self.process_group)
         bucket.work = coll.reduce_scatter(
             shard, bucket.grad, group=self.process_group, async_op=True,
             by=f"zero{self.stage} bucket {bucket.index}",
-            scratch=tag(bucket.grad.new_empty(size), "buffers"),
+            scratch=[tag(part, "buffers") for part in received],
         )  # fmt: skip
         self._in_flight.append(bucket)
         bucket.filled.clear()
