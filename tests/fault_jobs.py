@@ -104,7 +104,7 @@ def built(side, strategy, call, width=32):
     return side.build(nn.Sequential(*layers), Optimizer, strategy)
 
 
-def train(side, strategy, phase, kind, folder, steps=4):
+def train(side, strategy, phase, kind, folder, steps=4, names="step-{}"):
     """A checkpoint after every step; in step 2, rank 1 fails in the given phase."""
     step = 0
 
@@ -129,7 +129,7 @@ def train(side, strategy, phase, kind, folder, steps=4):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            side.save(Path(folder, f"step-{step}"), model, optimizer, step)
+            side.save(Path(folder, names.format(step)), model, optimizer, step)
     finally:
         dcp.FileSystemWriter.write_data = write_data
     return float(loss)
@@ -147,8 +147,9 @@ def fill_up(path):
         file.truncate(max(0, file.tell() - (1 << 13)))
 
 
-def save_on_a_full_disk(side, folder, how):
-    """One checkpoint that fits, one that does not: what is said, and what is there then."""
+def save_on_a_full_disk(side, folder, how, second="step-1"):
+    """One checkpoint that fits, then one, replacing it or beside it, that does not: what is said,
+    after how long, and what is there then."""
     model, optimizer = built(side, "ddp", lambda phase: None, width=128)
     model(torch.ones(4, 128)).mean().backward()
     optimizer.step()
@@ -164,7 +165,7 @@ def save_on_a_full_disk(side, folder, how):
     dist.barrier()
     begun = time.monotonic()
     try:
-        side.save(Path(folder, "step-1"), model, optimizer, 2)
+        side.save(Path(folder, second), model, optimizer, 2)
         said = "nothing was raised"
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"

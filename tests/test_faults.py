@@ -12,10 +12,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from fault_notes import BUSY, fails
+from fault_notes import BUSY, fails, note
 
 import minidist as md
 from minidist.comm import collectives as coll
+from minidist.comm import processes
 from minidist.comm.launch import Ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -148,6 +149,7 @@ def test_a_rank_is_killed_from_outside_within_five_seconds():
             group.run(work)
         assert time.monotonic() - begun < 1.5 + 5
     error = caught.value
+    note(time.monotonic() - begun - 1.5, str(error))
     assert error.rank == 2 and f"SIGKILL from outside (process {pid}" in error.states[2]
     # What it was doing, from the last time it was asked.
     assert "last seen" in error.states[2] and line_of(work, "dist.all_reduce") in error.states[2]
@@ -241,7 +243,8 @@ def test_a_stopped_rank_that_nobody_waits_for_may_go_on():
         group.run(work)
 
 
-def test_a_rank_that_was_stopped_between_two_calls():
+def test_a_rank_that_was_stopped_between_two_calls(monkeypatch):
+    monkeypatch.setattr(processes, "_STALLED", 1)
     with Ranks(2) as group:
         group.run(dist.barrier)
         os.kill(group.pids[1], signal.SIGSTOP)
@@ -249,7 +252,7 @@ def test_a_rank_that_was_stopped_between_two_calls():
         with pytest.raises(md.RankFailure) as caught:
             # Too large for the socket's buffer: sending must not wait for ever either.
             group.run(lambda x: dist.barrier(), torch.ones(10_000_000), timeout=1)
-        assert time.monotonic() - begun < 12 + BUSY
+        assert time.monotonic() - begun < 4 + BUSY
         assert caught.value.rank == 1 and "is stopped" in caught.value.states[1]
 
 
@@ -387,12 +390,13 @@ def test_mismatch_with_checks(work):
     assert "CollectiveFingerPrint" in error.traceback, "the whole of torch's words stays available"
 
 
-def test_different_shapes_without_checks_end_the_process():
+@pytest.mark.parametrize("work", [different_shapes, different_types])
+def test_mismatch_without_checks_ends_the_process(work):
     """gloo aborts: no Python exception, but still its words and the line."""
-    error = fails(different_shapes, ranks=2, within=1)
+    error = fails(work, ranks=2, within=1)
     assert "was killed by SIGABRT" in str(error)
     assert "Received data size doesn't match expected size" in error.traceback
-    assert line_of(different_shapes, "dist.all_reduce").replace(":", '", line ') in error.traceback
+    assert line_of(work, "dist.all_reduce").replace(":", '", line ') in error.traceback
 
 
 # --------------------------------------------------------------------------------- what is returned
