@@ -635,7 +635,7 @@ def test_without_a_chinese_font_the_chinese_part_is_left_out(monkeypatch, pyplot
 
 def test_with_a_chinese_font_it_is_the_fallback_of_the_usual_one(monkeypatch, pyplot):
     monkeypatch.setattr(style, "chinese_font", lambda: "STIXGeneral")
-    assert style.label("memory", "内存") == "memory 内存"
+    assert style.label("memory", "内存") == "memory · 内存"
     figures.loss_curves({})
     assert pyplot.rcParams["font.family"] == ["DejaVu Sans", "STIXGeneral"]
     pyplot.rcdefaults()

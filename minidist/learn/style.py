@@ -73,8 +73,8 @@ def chinese_font() -> str | None:
 
 
 def label(english: str, chinese: str = "") -> str:
-    """The text of a label: English, then Chinese if it can be shown."""
-    return f"{english} {chinese}" if chinese and chinese_font() else english
+    """The text of a label: English · Chinese, or English alone where no font shows Chinese."""
+    return f"{english} · {chinese}" if chinese and chinese_font() else english
 
 
 def new_axes(ax: Axes | None, size: tuple[float, float], grid: str) -> Axes:
