@@ -120,6 +120,7 @@ def test_untouched_solved_and_every_known_mistake(grader, number):
         assert verdict.facts  # got and want, or who waited where
         if not wrong.story:
             assert "got" in verdict.facts[1] and "want" in verdict.facts[2]
+        assert not CJK.search(verdict.message("en"))
 
 
 # -------------------------------------------------------------- miniatures against the real thing
@@ -217,7 +218,7 @@ def parallel_losses(number):
 
 @pytest.mark.parametrize("number", [n for n in MINIATURES if n != "1.4"])
 def test_a_miniature_trains_the_gpt_to_minidists_losses(grader, run_ranks, number):
-    got = plain_list(grader.right(checks.exercise(number))[0]["loss 损失"])
+    got = plain_list(grader.right(checks.exercise(number))[0]["loss | 损失"])
     world = 4 if number == "6.5" else 2
     function = parallel_losses if number in ("3.12", "6.5") else real_losses
     real, alone = run_ranks(function, world, number)[0]

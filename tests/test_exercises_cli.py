@@ -53,7 +53,7 @@ def test_solutions_pass_on_the_command_line(tmp_path):
     done = cli("check", "0", "1", "--src", tmp_path / "s", "--lang", "en")
     assert done.returncode == 0, done.stdout + done.stderr
     assert not CJK.search(done.stdout)
-    assert f"10/{len(TASKS)}" in done.stdout
+    assert "10/10" in done.stdout
 
 
 def test_start_exercises_never_overwrites(copy):

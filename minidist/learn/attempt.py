@@ -120,7 +120,10 @@ def load(code: Code, name: str = "mine") -> dict[str, Any]:
 
 def _stand_in(mine: dict, solution: Code, identifier: str, others, borrowed: list[str]) -> None:
     if "_module" not in mine:
-        _complete(mine, load(solution, "ours"))
+        ours = load(solution, "ours")
+        there = {*others[identifier], *mine, *_complete(mine, ours)}
+        borrowed += [n for n, names in others.items() if not there & set(names)]
+        mine |= {name: value for name, value in ours.items() if name not in mine}
         return
     written = {}
     for number, names in others.items():
@@ -173,14 +176,19 @@ def _mentioned(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*map(_mentioned, inner))
 
 
-def _complete(mine: dict, ours: dict) -> None:
-    """Functions of a notebook bring along what they use of it; what is not there is ours."""
+def _complete(mine: dict, ours: dict) -> set[str]:
+    """Functions of a notebook bring along what they use of it, whose names are returned; what is
+    not there is ours."""
+    brought: set[str] = set()
     for value in list(mine.values()):
         methods = vars(value).values() if isinstance(value, type) else [value]
         for function in methods:
             function = getattr(function, "__func__", function)  # a static method
+            around = getattr(function, "__globals__", {})
+            brought |= {n for n in around if n in ours and around[n] is not ours[n]}
             for name, our in ours.items():
-                getattr(function, "__globals__", {}).setdefault(name, our)
+                around.setdefault(name, our)
+    return brought
 
 
 def _unwritten(value: Any, number: str) -> bool:

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 
 from minidist.learn.attempt import Array
+from minidist.learn.words import Fact
 
 SHOWN = 6  # values of an array in a message
+SHORT = 120  # characters of a nested list that is shown whole
+_MISSING = Fact("(没有 | missing)", "(没有)", "(missing)")
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place where two results differ: `where` ("gradient 梯度 · 0.weight"), both sides as
-    text, and what can be said about any exercise (a constant factor, a missing return)."""
+    """The first place where two results differ: `where` ("gradient | 梯度 · 0.weight"), both sides
+    as text, and what can be said about any exercise (a constant factor, a missing return)."""
 
     rank: int
     where: str
@@ -49,6 +52,18 @@ def same(got: list, want: list, tolerance: float) -> bool:
     return difference(got, want, tolerance) is None
 
 
+def first_case(got: list, want: list, tolerance: float) -> str | None:
+    """The label of the first case that is wrong on some rank."""
+    labels = want[0] if isinstance(want[0], dict) else ()
+    return next((c for c in labels if not same_case(got, want, c, tolerance)), None)
+
+
+def same_case(got: list, want: list, case: str, tolerance: float) -> bool:
+    """Whether two results are equal in one case on every rank."""
+    pairs = zip(got, want, strict=True)
+    return not any(_differ(g.get(case), w.get(case), "", tolerance) for g, w in pairs)
+
+
 def _differ(got: Any, want: Any, where: str, tolerance: float) -> tuple | None:
     """(where, got, want, zh, en) of the first difference."""
     got, want = _even(got, want)
@@ -58,7 +73,7 @@ def _differ(got: Any, want: Any, where: str, tolerance: float) -> tuple | None:
         for key in want:
             inner = f"{where} · {key}" if where else key
             if key not in got:
-                return inner, "(没有 | missing)", show(want[key]), "", ""
+                return inner, _MISSING, show(want[key]), "", ""
             found = _differ(got[key], want[key], inner, tolerance)
             if found:
                 return found
@@ -69,11 +84,16 @@ def _differ(got: Any, want: Any, where: str, tolerance: float) -> tuple | None:
             for i, (g, w) in enumerate(zip(got, want, strict=True)):
                 if _differ(g, w, "", tolerance):
                     if any(isinstance(x, (dict, Array, list)) for x in (g, w)):
-                        return _differ(g, w, f"{where}[{i}]", tolerance)
+                        inner = _differ(g, w, f"{where}[{i}]", tolerance)
+                        texts = show(got), show(want)
+                        short = all(isinstance(x, list) for x in (g, w))
+                        short = short and max(map(len, texts)) <= SHORT
+                        return (where, *texts, *inner[3:]) if short else inner
                     return where, _list(got, i), _list(want, i), "", ""
             return None
         zh = f"应有 {len(want)} 项，得到 {len(got)} 项。"
-        en = f"There should be {len(want)} items, and there are {len(got)}."
+        en = f"{len(want)} item{'s' * (len(want) != 1)} expected, and there "
+        en += "is 1." if len(got) == 1 else f"are {len(got)}."
         return where, show(got), show(want), zh, en
     if _numbers(got, want):
         if _close(float(got), float(want), tolerance):

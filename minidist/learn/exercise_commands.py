@@ -14,10 +14,19 @@ from rich.console import Console
 from rich.text import Text
 
 from minidist.learn import exercise_report as report
-from minidist.learn import strip
-from minidist.learn.grade import FAILED, PASSED, Code, Grader, Verdict, from_folder
+from minidist.learn import strip, uses
+from minidist.learn.grade import (
+    FAILED,
+    NOT_WRITTEN,
+    PASSED,
+    Code,
+    Grader,
+    Verdict,
+    from_folder,
+)  # fmt: skip
 from minidist.learn.progress import Progress, written
 from minidist.learn.strip import Task
+from minidist.learn.words import LANGUAGES, both
 
 # typer reads annotations itself, and on Python 3.10 only knows Optional.
 Numbers = Optional[list[str]]  # noqa: UP045
@@ -53,11 +62,10 @@ def check(
 
     Example: minidist check 2.1 --src my-exercises
     """
-    if lang not in ("zh", "en", "both"):
-        raise typer.BadParameter(f"--lang is zh, en or both, not {lang!r}")
+    _language(lang)
     if timeout is not None and not timeout > 0:
         raise typer.BadParameter("--timeout must be more than 0 seconds")
-    tasks = _tasks(exercises or [])
+    tasks = _tasks(exercises or [], lang)
     console = Console(highlight=False, stderr=json_file == "-")
     if task or hint:
         for one in tasks:
@@ -67,6 +75,7 @@ def check(
     if solution:
         return _show_solutions(console, folder, tasks, lang)
     if watch:
+        report.show_folder(console, folder, lang)
         return _watch(console, folder, tasks, lang, timeout)
     if json_file not in (None, "-"):
         from minidist.train.report import writable
@@ -74,6 +83,7 @@ def check(
         problem = writable(json_file)
         if problem:
             raise typer.BadParameter(f"--json: {problem}")
+    report.show_folder(console, folder, lang)
     if not _is_submission(folder):
         return _grade_all(console, folder, tasks, lang, timeout, json_file)
     with Grader(timeout) as grader:
@@ -82,17 +92,19 @@ def check(
     if json_file:
         _write(json_file, [v.row() for v in verdicts])
     else:
-        report.show_progress(console, Progress.of(folder), lang)
+        report.show_progress(console, Progress.of(folder), lang, tasks)
     return int(any(v.status != PASSED for v in verdicts))
 
 
 def start_exercises(
     folder: Annotated[Path, typer.Argument(help="Where your copy of the exercises shall be.")],
+    lang: Annotated[str, typer.Option(help="zh, en or both.")] = "both",
 ) -> int:
     """Copy the exercises to a folder of your own, which no update overwrites.
 
     Example: minidist start-exercises my-exercises
     """
+    _language(lang)
     source = strip.solutions_folder().parent / "exercises"
     files = sorted(source.glob("set*.py")) + [source / name for name in EXTRAS]
     if folder.exists() and not folder.is_dir():
@@ -104,27 +116,52 @@ def start_exercises(
             shutil.copyfile(path, folder / path.name)
             copied += 1
     kept = len(files) - copied
-    print(f"{folder}: {copied} 个文件已复制，{kept} 个已存在、未改动")
-    print(f"{folder}: {copied} files copied, {kept} were there and are untouched")
-    print(f"\n  minidist check 0.1 --src {folder}")
+    mine = folder / "set2_ddp.py"
+    zh = f"{folder}：{copied} 个文件已复制，{kept} 个已存在、未改动"
+    en = f"{folder}: {copied} files copied, {kept} were there and are untouched"
+    print(*both(zh, en, lang), "", sep="\n")
+    zh = f"现在编辑一个文件，例如 {mine}，再检查其中的题："
+    en = f"Now edit a file, for instance {mine}, and check its exercises:"
+    print(*both(zh, en, lang), f"\n  minidist check 2.1 --src {folder}", sep="\n")
     return 0
+
+
+def _language(lang: str) -> None:
+    if lang not in LANGUAGES:
+        raise typer.BadParameter(f"--lang is zh, en or both, not {lang!r}")
 
 
 # ------------------------------------------------------------------------------------- one folder
 
 
 def _grade(
-    console: Console, grader: Grader, folder: Path, tasks: list[Task], lang: str, remember: bool
+    console: Console,
+    grader: Grader,
+    folder: Path,
+    tasks: list[Task],
+    lang: str,
+    remember: bool,
+    quiet: bool = False,
 ) -> list[Verdict]:
+    """`quiet`: of what is not written yet, only the number is shown."""
     progress = Progress.of(folder)
-    verdicts = []
+    verdicts: list[Verdict] = []
+    last: tuple | None = None
     for task in tasks:
         verdict = check_one(grader, folder, task)
-        report.show_verdict(console, verdict, lang)
+        story = task.file, verdict.zh, *verdict.facts, *verdict.printed
+        again = story == last and verdict.status == FAILED
+        if not (quiet and verdict.status == NOT_WRITTEN):
+            report.show_verdict(console, verdict, lang, again)
+        last = story
         progress.note(task, verdict.status)
         if remember:
             progress.save()  # each time: the next one may be interrupted
         verdicts.append(verdict)
+    left = sum(v.status == NOT_WRITTEN for v in verdicts) if quiet else 0
+    if left:
+        zh, en = f"{left} 道题还没有写", f"{left} not written yet"
+        console.print("· " + " | ".join(both(zh, en, lang)), style="dim")
     return verdicts
 
 
@@ -151,7 +188,7 @@ def _show_solutions(console: Console, folder: Path, tasks: list[Task], lang: str
         refused = True
         zh = f"先自己写一次，用 minidist check {task.id} 检查过之后，就可以看我们的解答。"
         en = f"Write something of your own first; after minidist check {task.id} ours is shown."
-        for text in report.both(zh, en, lang):
+        for text in both(zh, en, lang):
             console.print(Text(text), style="yellow", soft_wrap=True)
     return int(refused)
 
@@ -163,16 +200,26 @@ def _watch(
     checked: dict[str, str] = {}
     with Grader(timeout) as grader:
         while True:
-            now = {t.id: written(folder, t) for t in tasks}
+            now = {t.id: _with_used(folder, t) for t in tasks}
             time.sleep(POLL)
             changed = [t for t in tasks if checked.get(t.id) != now[t.id]]
             # A file is empty or half there while an editor writes it: wait until it stays the same.
-            if not changed or any(now[t.id] != written(folder, t) for t in changed):
+            if not changed or any(now[t.id] != _with_used(folder, t) for t in changed):
                 continue
             checked |= {t.id: now[t.id] for t in changed}
             console.rule(time.strftime("%H:%M:%S"))
-            _grade(console, grader, folder, changed, lang, remember=True)
-            report.show_progress(console, Progress.of(folder), lang)
+            _grade(console, grader, folder, changed, lang, remember=True, quiet=True)
+            report.show_progress(console, Progress.of(folder), lang, tasks)
+
+
+def _with_used(folder: Path, task: Task) -> str:
+    """Changes when the exercise changes, or one that it uses."""
+    try:
+        text = (folder / task.file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    every = strip.all_tasks()
+    return "".join(written(folder, every[n]) for n in (task.id, *uses.used(task.id, text)))
 
 
 # ------------------------------------------------------------------------------- many submissions
@@ -215,7 +262,7 @@ def _write(json_file: str, rows: list[dict]) -> None:
 # ------------------------------------------------------------------------------------- arguments
 
 
-def _tasks(selection: list[str]) -> list[Task]:
+def _tasks(selection: list[str], lang: str) -> list[Task]:
     try:
         tasks = strip.all_tasks()
     except FileNotFoundError as error:
@@ -227,9 +274,9 @@ def _tasks(selection: list[str]) -> list[Task]:
         found = [t for t in tasks.values() if number in (t.id, t.id.partition(".")[0])]
         if not found:
             sets = sorted({t.partition(".")[0] for t in tasks}, key=int)
-            raise typer.BadParameter(
-                f"there is no exercise {number}; sets {sets[0]} to {sets[-1]}, like 2 or 2.1"
-            )
+            zh = f"没有练习 {number}；有第 {sets[0]} 到 {sets[-1]} 组，例如 2 或 2.1"
+            en = f"there is no exercise {number}; sets {sets[0]} to {sets[-1]}, like 2 or 2.1"
+            raise typer.BadParameter(" | ".join(both(zh, en, lang)))
         chosen += [t for t in found if t not in chosen]
     return chosen
 

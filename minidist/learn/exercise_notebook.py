@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable
 
 from minidist.comm import worker
-from minidist.learn import strip
+from minidist.learn import strip, uses, words
 from minidist.learn.attempt import Code
 from minidist.learn.grade import NOT_WRITTEN, PASSED, Grader, Verdict
 from minidist.learn.strip import Task
@@ -17,14 +17,18 @@ _CELL = re.compile(r"\b\d+\.py:")  # ipykernel's name for the file of a cell
 _grader: Grader | None = None
 
 
-def check(exercise: str, *functions: Callable, timeout: float | None = None) -> None:
+def check(
+    exercise: str, *functions: Callable, timeout: float | None = None, hint: bool = False
+) -> None:
     """Check your functions for an exercise on real ranks, or show its task.
 
         check("2.3")                     the task text, in both languages (%lang chooses one)
+        check("2.3", hint=True)          the second hint
         check("2.3", make_buckets)       run the check and say what went wrong
         check("4.1", cut, gather)        exercises with several functions, in the task's order
 
-    The first check starts the ranks (2 seconds); they stay. `timeout`: seconds for one check.
+    Where an exercise uses an earlier one, yours is taken if the notebook has it, else ours. The
+    first check starts the ranks (2 seconds); they stay. `timeout`: seconds for one check.
     Raises ValueError for an exercise that does not exist, TypeError for the wrong number of
     functions.
     """
@@ -32,24 +36,54 @@ def check(exercise: str, *functions: Callable, timeout: float | None = None) -> 
     if str(exercise) not in tasks:
         raise ValueError(f"there is no exercise {exercise!r}; there are {', '.join(tasks)}")
     task = tasks[str(exercise)]
+    if hint:
+        _show(task, lambda language: strip.in_language(task.hint, language))
+        return
     if not functions:
-        _show(task, task.text, strip.in_language)
+        _show(task, lambda language: f"{task.words(language)}\n\n\n{task.skeleton}")
         return
     if len(functions) != len(task.names) or not all(map(callable, functions)):
         raise TypeError(f"check({exercise!r}, {', '.join(task.names)}) needs exactly these")
-    verdict = verdict_of(task, functions, timeout)
-    text = {language: _text(task, verdict, language) for language in ("zh", "en")}
-    _show(task, text, lambda texts, language: texts[language])
+    first = _grader is None
+    if first:
+        _note("正在启动进程，约 2 秒 … | starting the processes, about 2 seconds ...")
+    verdict = verdict_of(task, functions, timeout, _notebook())
+    if first:
+        _clear()
+    _show(task, lambda language: _text(task, verdict, language))
 
 
-def verdict_of(task: Task, functions, timeout: float | None = None) -> Verdict:
-    """The result of a check as data."""
+def verdict_of(
+    task: Task, functions, timeout: float | None = None, around: dict | None = None
+) -> Verdict:
+    """The result of a check as data. `around`: the notebook's names, for earlier exercises."""
     global _grader
     if _grader is None:
         _grader = Grader()
     _grader.seconds = timeout
-    packed = worker.dumps(dict(zip(task.names, functions, strict=True)))
-    return _grader.check(task.id, Code(_file_of(functions[0]), functions=packed))
+    own = dict(zip(task.names, functions, strict=True))
+    file = {n for t in strip.all_tasks().values() if t.file == task.file for n in t.names}
+    for name in uses.asked(task.id) & file - set(own):
+        if callable((around or {}).get(name)):
+            own[name] = around[name]
+    return _grader.check(task.id, Code(_file_of(functions[0]), functions=worker.dumps(own)))
+
+
+def _notebook() -> dict:
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    return shell.user_ns if shell else {}
+
+
+def _note(text: str) -> None:
+    print(text, flush=True)
+
+
+def _clear() -> None:
+    from IPython.display import clear_output
+
+    clear_output(wait=True)  # until the verdict is there
 
 
 def _file_of(function: Callable) -> str:
@@ -64,20 +98,25 @@ def _file_of(function: Callable) -> str:
 def _text(task: Task, verdict: Verdict, language: str) -> str:
     mark = {PASSED: "✓", NOT_WRITTEN: "·"}.get(verdict.status, "✗")
     lines = [f"{mark} {task.id}  {getattr(verdict, language)}"]
-    lines += [f"    {_CELL.sub('In[…]:', fact)}" for fact in verdict.facts]
+    lines += [f"    {_CELL.sub('In[…]:', words.said(fact, language))}" for fact in verdict.facts]
     if verdict.printed:
         lines.append("    " + {"zh": "你的代码打印了：", "en": "Your code printed:"}[language])
         lines += [f"    {line}" for line in verdict.printed]
+    if verdict.borrowed and verdict.status != NOT_WRITTEN:
+        numbers = ", ".join(verdict.borrowed)
+        zh = f"（用到了 {numbers}，Notebook 里没有，这里用的是我们的。）"
+        en = f"(It uses {numbers}, which the notebook does not have: ours stood in.)"
+        lines.append("    " + {"zh": zh, "en": en}[language])
     return "\n".join(lines)
 
 
-def _show(task: Task, content, pick: Callable) -> None:
+def _show(task: Task, text_in: Callable[[str], str]) -> None:
     from IPython.display import display
 
     titles = {"zh": f"{task.id} {task.title_zh}", "en": f"{task.id} {task.title_en}"}
     blocks, plain = [], []
     for language in ("zh", "en"):
-        text = pick(content, language)
+        text = text_in(language)
         # `pre` keeps the layout, and blank lines in it do not end the block for Markdown.
         body = f'<pre style="white-space: pre-wrap">{html.escape(text)}</pre>'
         title = f"<strong>{html.escape(titles[language])}</strong>"

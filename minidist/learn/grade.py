@@ -1,7 +1,9 @@
 """Grading: run an exercise with the learner's code, compare with the solution, find the mistake.
 
     right?      the same run with solutions/*.py, on ranks where no learner's code ever runs
-    which one?  each known wrong answer through the same run, until one gives the learner's result
+    which one?  each known wrong answer through the same run, until one gives the learner's result,
+                else the learner's result in the first case that is wrong
+    whose?      when the exercise uses an earlier one that does not pass, that one is named instead
 
 The ranks stay between checks. Those that ran a learner's code are replaced after any trouble, and
 for every submission. This bounds accidents (hanging, forking, exiting, printing without end); it is
@@ -13,17 +15,18 @@ from __future__ import annotations
 import re
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from minidist.comm.launch import RankFailure, Ranks
 from minidist.learn import attempt as rank_side
-from minidist.learn import strip
+from minidist.learn import strip, uses
 from minidist.learn.attempt import Attempt, Code
 from minidist.learn.checks import Exercise, Wrong, exercise
-from minidist.learn.compare import Difference, difference, same
+from minidist.learn.compare import Difference, difference, first_case, same, same_case
 from minidist.learn.story import Story, tell
+from minidist.learn.words import Fact, label, said
 
 PASSED, FAILED, NOT_WRITTEN, TIMEOUT = "passed", "failed", "not written", "timeout"
 PRINTED_LINES = 12  # of what the learner's code prints, kept for the message
@@ -34,8 +37,9 @@ _NOT_THEIRS = re.compile(
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one check. `zh` and `en`: what to tell; `facts`: lines for both languages (got
-    and want, who waited where); `printed`: the end of what the code printed."""
+    """The result of one check. `zh` and `en`: what to tell; `facts`: more lines (got and want, who
+    waited where); `printed`: the end of what the code printed; `whole_file`: it is the same for
+    every exercise of the file."""
 
     exercise: str
     status: str
@@ -46,10 +50,12 @@ class Verdict:
     printed: tuple[str, ...] = ()
     borrowed: tuple[str, ...] = ()
     seconds: float = 0.0
+    whole_file: bool = False
 
     def message(self, language: str) -> str:
         """The whole message in "zh" or "en"."""
-        return "\n".join([getattr(self, language), *self.facts]).strip()
+        facts = (said(fact, language) for fact in self.facts)
+        return "\n".join([getattr(self, language), *facts]).strip()
 
     def row(self) -> dict[str, Any]:
         """What `--json` writes."""
@@ -80,6 +86,7 @@ class Grader:
     _trusted: dict[int, Ranks] = field(default_factory=dict)
     _learners: dict[int, Ranks] = field(default_factory=dict)
     _results: dict[tuple[str, str], list] = field(default_factory=dict)  # of known code
+    _statuses: dict[tuple[str, str], str] = field(default_factory=dict)  # of learners' code
 
     def __enter__(self) -> Grader:
         return self
@@ -95,6 +102,7 @@ class Grader:
         for ranks in self._learners.values():
             ranks.kill()
         self._learners.clear()
+        self._statuses.clear()
 
     # ------------------------------------------------------------------------------- one check
 
@@ -104,6 +112,8 @@ class Grader:
         check = exercise(identifier)
         printed: deque[str] = deque(maxlen=PRINTED_LINES)
         verdict = self._check(check, code, printed)
+        if verdict.status in (FAILED, TIMEOUT) and not verdict.whole_file:
+            verdict = self._blamed(verdict, code)
         return Verdict(
             **{
                 **vars(verdict),
@@ -112,17 +122,39 @@ class Grader:
             }
         )
 
+    def _blamed(self, verdict: Verdict, code: Code) -> Verdict:
+        """The verdict, or that an earlier exercise comes first, because this one uses it."""
+        here = strip.order(verdict.exercise)
+        for number in uses.used(verdict.exercise, code.text):
+            if strip.order(number) < here and self._status(number, code) in (FAILED, TIMEOUT):
+                zh = f"它用到了你的 {number}，而 {number} 还没有通过：先从那里改起。"
+                en = f"It uses your {number}, which does not pass yet: start there."
+                return replace(verdict, zh=zh, en=en, known_mistake=None)
+        return verdict
+
+    def _status(self, identifier: str, code: Code) -> str:
+        key = identifier, uses.digest(identifier, code.text)
+        if key not in self._statuses:
+            self._check(exercise(identifier), code, deque(maxlen=1))
+        return self._statuses[key]
+
     def _check(self, check: Exercise, code: Code, printed: deque[str]) -> Verdict:
-        problem = _syntax(code)
+        verdict = self._judged(check, code, printed)
+        if code.text:
+            self._statuses[check.id, uses.digest(check.id, code.text)] = verdict.status
+        return verdict
+
+    def _judged(self, check: Exercise, code: Code, printed: deque[str]) -> Verdict:
+        problem = _syntax(check, code)
         if problem:
-            return Verdict(check.id, FAILED, *problem)
+            return problem
         limit = self.seconds or check.seconds
         try:
             answers = self._run_learners(check, code, limit, printed)
         except RankFailure as failure:
             return self._failed(check, tell(failure, code.file, limit))
         if any(a.unwritten for a in answers):
-            return Verdict(check.id, NOT_WRITTEN, "还没有写。", "Not written yet.")
+            return _not_written(check, code)
         missing = next((a.missing for a in answers if a.missing), "")
         if missing:
             file = Path(code.file).name
@@ -139,13 +171,24 @@ class Grader:
             return Verdict(check.id, PASSED, "通过。", "Passed.", borrowed=borrowed)
         mistake = self._recognised(check, got)
         zh, en = (mistake.zh, mistake.en) if mistake else _unknown(found)
-        facts = _got_and_want(found)
+        facts = _got_and_want(found, check.world)
         name = mistake.name if mistake else None
         return Verdict(check.id, FAILED, zh, en, name, facts, borrowed=borrowed)
 
     def _recognised(self, check: Exercise, got: list) -> Wrong | None:
-        for wrong in check.wrongs:
-            if not wrong.story and same(got, self.planted(check, wrong), check.tolerance):
+        wrongs = [w for w in check.wrongs if not w.story]
+        for wrong in wrongs:
+            if same(got, self.planted(check, wrong), check.tolerance):
+                return wrong
+        # What a mistake does later depends on how it was written; where it first shows tells most.
+        right, tolerance = self.right(check), check.tolerance
+        case = first_case(got, right, tolerance)
+        if case is None or not isinstance(right[0][case], (list, dict, rank_side.Array)):
+            return None  # one number or bool is too little to tell mistakes apart
+        for wrong in wrongs:
+            planted = self.planted(check, wrong)
+            at = first_case(planted, right, tolerance)
+            if at == case and same_case(got, planted, case, tolerance):
                 return wrong
         return None
 
@@ -224,7 +267,7 @@ def names(identifier: str) -> dict[str, tuple[str, ...]]:
 # ------------------------------------------------------------------------------------ messages
 
 
-def _syntax(code: Code) -> tuple[str, str, None, tuple[str, ...]] | None:
+def _syntax(check: Exercise, code: Code) -> Verdict | None:
     """What is wrong with the file before it can run, found without any rank."""
     if code.functions:
         return None
@@ -235,13 +278,21 @@ def _syntax(code: Code) -> tuple[str, str, None, tuple[str, ...]] | None:
         text = (getattr(error, "text", None) or "").strip()
         place = f"{Path(code.file).name}:{line}: {text}" if line else Path(code.file).name
         why = getattr(error, "msg", None) or str(error)
-        return (
-            "这个文件不是正确的 Python，所以里面的题都没法检查。",
-            "This file is not valid Python, so none of its exercises can be checked.",
-            None,
-            (f"{why}", place),
-        )
+        zh = "这个文件有语法错误，所以里面的题都没法检查。"
+        en = "This file is not valid Python, so none of its exercises can be checked."
+        return Verdict(check.id, FAILED, zh, en, facts=(f"{why}", place), whole_file=True)
     return None
+
+
+def _not_written(check: Exercise, code: Code) -> Verdict:
+    """Not written yet; when only a part is missing, which."""
+    left = uses.holes(code.text, check.id)
+    if not left or left == uses.holes(strip.strip(solution(check.id).text), check.id):
+        return Verdict(check.id, NOT_WRITTEN, "还没有写。", "Not written yet.")
+    names = ", ".join(f"`{name}`" for name in left)
+    zh = f"还差 {names} 没有写。"
+    en = f"{names} {'is' if len(left) == 1 else 'are'} still missing."
+    return Verdict(check.id, NOT_WRITTEN, zh, en)
 
 
 def _unknown(found: Difference) -> tuple[str, str]:
@@ -249,6 +300,16 @@ def _unknown(found: Difference) -> tuple[str, str]:
     return (f"{zh}{found.zh}", f"{en} {found.en}") if found.zh else (zh, en)
 
 
-def _got_and_want(found: Difference) -> tuple[str, ...]:
-    where = f" · {found.where}" if found.where else ""
-    return (f"rank {found.rank}{where}", f"  得到 got   {found.got}", f"  应为 want  {found.want}")
+def _got_and_want(found: Difference, world: int) -> tuple[Fact, ...]:
+    texts = []
+    for language in ("both", "zh", "en"):
+        place = [f"rank {found.rank}"] * (world > 1) + [said(label(found.where), language)]
+        got, want = said(found.got, language), said(found.want, language)
+        texts.append((" · ".join(p for p in place if p), got, want))
+    (both, *_), (zh, *_), (en, *_) = texts
+    gots, wants = zip(*(t[1:] for t in texts), strict=True)
+    return (
+        Fact(both, zh, en),
+        Fact(f"  得到 got   {gots[0]}", f"  得到 {gots[1]}", f"  got   {gots[2]}"),
+        Fact(f"  应为 want  {wants[0]}", f"  应为 {wants[1]}", f"  want  {wants[2]}"),
+    )

@@ -7,8 +7,10 @@ import re
 from dataclasses import dataclass
 
 from minidist.comm.failure import RankFailure, is_library
+from minidist.learn.words import Fact
 
 _PLACE = re.compile(r" at (?P<file>[^:\n]+):(?P<line>\d+)(?:: (?P<code>[^\n]*?))?(?:  \[.*)?$")
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+, in ')
 _USER_FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n(?:    (?P<code>.*))?'
 )
@@ -129,12 +131,27 @@ def _error(failure: RankFailure, file: str, words: str) -> Story:
     raised = next((x for x in reversed(lines) if not x.startswith((" ", "Traceback"))), words)
     raised = _shorten(raised, 300)
     zh, en = "运行时出错。", "It failed while running."
+    if "NoneType" in raised and not _in_file(lines, file):
+        zh = "运行时出错。某个函数什么也没有返回（None）：少了 return 吗？"
+        en = "It failed while running. A function returned nothing (None): is a return missing?"
+        return Story("error", zh, en, (f"rank {failure.rank}: {raised}",), _text(failure))
     for pattern, chinese, english in _EXPLAINED:
         if re.search(pattern, raised):
             zh, en = f"运行时出错。{chinese}", f"It failed while running. {english}"
             break
     facts = (f"rank {failure.rank}: {raised}", *_user_line(failure, file))
-    return Story("error", zh, en, facts, f"error\n{failure.traceback}\n{failure}")
+    return Story("error", zh, en, facts, _text(failure))
+
+
+def _text(failure: RankFailure) -> str:
+    return f"error\n{failure.traceback}\n{failure}"
+
+
+def _in_file(lines: list[str], file: str) -> bool:
+    """Whether the deepest frame of a traceback is the learner's, or torch's called from there."""
+    frames = [m["file"] for m in map(_FRAME.match, lines) if m]
+    own = [f for f in frames if not is_library(f) or f == file]
+    return not frames or bool(own) or not file
 
 
 def _user_line(failure: RankFailure, file: str) -> tuple[str, ...]:
@@ -166,19 +183,22 @@ def _states(failure: RankFailure) -> tuple[str, ...]:
         if place:
             at = f"  {os.path.basename(place['file'])}:{place['line']}"
             at += f": {_shorten(place['code'])}" if place["code"] else ""
-        facts.append(f"rank {rank}: {_translated(doing)}{at}")
+        zh, en = _translated(doing)
+        texts = (zh if zh == en else f"{zh} | {en}", zh, en)
+        facts.append(Fact(*(f"rank {rank}: {text}{at}" for text in texts)))
     return tuple(facts)
 
 
-def _translated(doing: str) -> str:
+def _translated(doing: str) -> tuple[str, str]:
+    """(zh, en) of what a rank was doing."""
     for english, chinese in (
-        ("waiting in ", "等在 {}"),
+        ("waiting in ", "停在 {}"),
         ("running ", "正在运行 {}"),
     ):
         if doing.startswith(english):
-            return f"{chinese.format(doing[len(english) :])} | {doing}"
+            return chinese.format(doing[len(english) :]), doing
     fixed = {"waiting": "等待中", "finished": "已结束"}
-    return f"{fixed[doing]} | {doing}" if doing in fixed else doing
+    return fixed.get(doing, doing), doing
 
 
 def _shorten(text: str, longest: int = 160) -> str:

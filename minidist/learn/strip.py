@@ -28,6 +28,8 @@ from pathlib import Path
 _MARK = re.compile(r"^(\s*)# (BEGIN|END) (SOLUTION|HINT)(?: (\S+))?\s*$")
 _TITLE = re.compile(r"^(\d+\.\d+) (.+?) \| (.+?) \((\d+) min\)$")
 _CJK = re.compile(r"[\u3400-\u9fff\uff00-\uffef]")
+# Chinese punctuation has its own room: no space beside it where lines are joined.
+_NO_SPACE = re.compile(r".[\u3000-\u303f\uff00-\uffef]|[\u3000-\u303f\uff00-\uffef].")
 NOT_WRITTEN = "还没有写 | not written yet"
 
 
@@ -40,7 +42,8 @@ class Task:
     """One exercise as the solution file tells it.
 
     `names`: the functions and classes with a hole, in order. `text`: the task, paragraphs of both
-    languages. `solution`: what the holes hold, as one text. `hint`: the second hint.
+    languages. `solution`: the functions with the holes filled, as one text. `hint`: the second
+    hint. `skeleton`: the code that is given, without the task text.
     """
 
     id: str
@@ -52,10 +55,11 @@ class Task:
     text: str
     hint: str
     solution: str
+    skeleton: str
 
     def words(self, language: str) -> str:
         """The task text in "zh" or "en"; paragraphs of code belong to both."""
-        return in_language(self.text, language)
+        return flowed(in_language(self.text, language))
 
 
 def in_language(text: str, language: str) -> str:
@@ -65,6 +69,22 @@ def in_language(text: str, language: str) -> str:
     paragraphs = re.split(r"\n\s*\n", text)
     other = (lambda p: not _CJK.search(p)) if language == "zh" else _CJK.search
     return "\n\n".join(p for p in paragraphs if not other(p) or p.startswith("    "))
+
+
+def flowed(text: str) -> str:
+    """Paragraphs without the line breaks that only the width of a source file asked for."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        before = lines[-1] if lines else ""
+        item = re.match(r"- |提示：|Hint: |    ", line)
+        if not line.strip() or not before.strip() or item or before.startswith("    "):
+            lines.append(line)
+            continue
+        line = line.strip()
+        edge = before[-1] + line[0]
+        close = _NO_SPACE.match(edge) or all(map(_CJK.match, edge))
+        lines[-1] = before + ("" if close else " ") + line
+    return "\n".join(lines)
 
 
 def strip(text: str, file: str = "<solution>") -> str:
@@ -81,15 +101,17 @@ def strip(text: str, file: str = "<solution>") -> str:
 
 def parse(text: str, file: str) -> dict[str, Task]:
     """The tasks of one solution file, by number, in the file's order."""
-    held: dict[str, list[str]] = {}  # "SOLUTION 2.3" -> its lines
+    held: dict[str, list[str]] = {}  # "HINT 2.3" -> its lines
     rows: dict[str, list[int]] = {}  # "2.3" -> line numbers of its holes
     for number, (kind, name, line, _) in enumerate(_walk(text, file), 1):
         if kind.startswith("in "):
             held.setdefault(f"{kind[3:]} {name}", []).append(line)
         elif kind == "begin SOLUTION":
-            held.setdefault(f"SOLUTION {name}", [])
             rows.setdefault(name, []).append(number)
-    definitions = [n for n in ast.parse(text).body if hasattr(n, "name")]
+    tree = ast.parse(text)
+    definitions = [n for n in tree.body if hasattr(n, "name")]
+    stubs = strip(text, file)
+    given = {n.name: n for n in ast.parse(stubs).body if hasattr(n, "name")}
     tasks = {}
     for name, numbers in rows.items():
         around = [d for d in definitions if any(d.lineno < n <= d.end_lineno for n in numbers)]
@@ -107,9 +129,39 @@ def parse(text: str, file: str) -> dict[str, Task]:
             minutes=int(title[4]),
             text=doc.partition("\n")[2].strip("\n"),
             hint="\n".join(line.strip().removeprefix("#").removeprefix(" ") for line in hint),
-            solution=inspect.cleandoc("\n" + "\n".join(held[f"SOLUTION {name}"])),
+            solution=_solved(text, tree, numbers),
+            skeleton="\n\n\n".join(_code(stubs, given[d.name]) for d in around),
         )
     return tasks
+
+
+def _solved(text: str, tree: ast.Module, numbers: list[int]) -> str:
+    """The functions around the holes that begin at these lines, filled."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    parts: dict[int, str] = {}
+    for number in numbers:
+        around = [n for n in ast.walk(tree) if isinstance(n, kinds)]
+        around = [n for n in around if n.lineno < number <= n.end_lineno]
+        inner = max(around, key=lambda n: n.lineno)
+        parts[inner.lineno] = _code(text, inner)
+    return "\n\n".join(parts[line] for line in sorted(parts))
+
+
+def _code(text: str, node) -> str:
+    """The source of a function or class, without its docstring and our marks."""
+    lines = text.splitlines()
+    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+    chosen = range(first, node.end_lineno + 1)
+    if ast.get_docstring(node, clean=False) is not None:
+        doc = node.body[0]
+        chosen = [n for n in chosen if not doc.lineno <= n <= doc.end_lineno]
+    out, hint = [], False
+    for line in (lines[n - 1] for n in chosen):
+        mark = _MARK.match(line)
+        hint = mark[2] == "BEGIN" and mark[3] == "HINT" if mark else hint
+        if not mark and not hint:
+            out.append(line)
+    return inspect.cleandoc("\n" + "\n".join(out))
 
 
 def _walk(text: str, file: str):

@@ -26,10 +26,10 @@ def pass_on(mine):
     begin = mine.spy.here
     received = mine.pass_on(x)
     return {
-        "received 收到的": received,
-        "x untouched x 未变": torch.equal(x, before),
-        "another size 另一种大小": mine.pass_on(_values(100_000))[:4],
-        "only send and recv 只用收发": _only_messages(mine.spy, begin),
+        "received | 收到的": received,
+        "x untouched | x 未变": torch.equal(x, before),
+        "another size | 另一种大小": mine.pass_on(_values(100_000))[:4],
+        "only send and recv | 只用收发": _only_messages(mine.spy, begin),
     }
 
 
@@ -38,9 +38,9 @@ def all_gather(mine):
     x = _values(3)
     rows = mine.all_gather(x)
     return {
-        "rows 各行": rows,
-        "only send and recv 只用收发": _only_messages(mine.spy, begin),
-        "elements sent 发送的元素": mine.spy.sent("send", since=begin),
+        "rows | 各行": rows,
+        "only send and recv | 只用收发": _only_messages(mine.spy, begin),
+        "elements sent | 发送的元素": mine.spy.sent("send", since=begin),
     }
 
 
@@ -52,8 +52,8 @@ def tree_broadcast(mine):
         mine.tree_broadcast(x, root)
         result[f"root={root}: x"] = x
         sends = len(mine.spy.calls("send", since=begin))
-        result[f"root={root}: at most 3 sends per rank 每个 rank 最多发 3 次"] = sends <= 3
-        result[f"root={root}: only send and recv 只用收发"] = _only_messages(mine.spy, begin)
+        result[f"root={root}: at most 3 sends per rank | 每个 rank 最多发 3 次"] = sends <= 3
+        result[f"root={root}: only send and recv | 只用收发"] = _only_messages(mine.spy, begin)
     return result
 
 
@@ -64,11 +64,11 @@ def ring_all_reduce(mine):
     total = mine.ring_all_reduce(x)
     sent = mine.spy.sent("send", since=begin)
     return {
-        "sum 和": total,
-        "10 elements on 4 ranks 4 个 rank、10 个元素": mine.ring_all_reduce(_values(2, 5)),
-        "x untouched x 未变": torch.equal(x, before),
-        "only send and recv 只用收发": _only_messages(mine.spy, begin),
-        "elements sent for 8 为 8 个元素发送的元素": sent,
+        "sum | 和": total,
+        "10 elements on 4 ranks | 4 个 rank、10 个元素": mine.ring_all_reduce(_values(2, 5)),
+        "x untouched | x 未变": torch.equal(x, before),
+        "only send and recv | 只用收发": _only_messages(mine.spy, begin),
+        "elements sent for 8 | 为 8 个元素发送的元素": sent,
     }
 
 
@@ -95,7 +95,7 @@ def average_and_step(mine):
     losses = torch.tensor(losses)
     dist.all_reduce(losses)
     return {
-        "loss 损失": losses / n,
-        "gradients cleared 梯度已清空": all(p.grad is None for p in model.parameters()),
-        "only send and recv 只用收发": only_messages,
+        "loss | 损失": losses / n,
+        "gradients cleared | 梯度已清空": all(p.grad is None for p in model.parameters()),
+        "only send and recv | 只用收发": only_messages,
     }

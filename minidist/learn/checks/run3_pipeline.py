@@ -62,9 +62,9 @@ def run_stage(mine):
         actions = schedule(name, stages, m).actions[stage]
         order = [(action.kind, action.microbatch) for action in actions]
         loss = mine.run_stage(module, order, inputs, targets, nn.functional.mse_loss, (2, 4))
-        result[f"{name}: gradients 梯度"] = [p.grad for p in module.parameters()]
-        result[f"{name}: loss 损失"] = loss
-        result[f"{name}: what was run 实际执行的"] = " ".join(done)
+        result[f"{name}: gradients | 梯度"] = [p.grad for p in module.parameters()]
+        result[f"{name}: loss | 损失"] = loss
+        result[f"{name}: what was run | 实际执行的"] = " ".join(done)
     return result
 
 
@@ -94,10 +94,10 @@ def train_pipeline(mine):
         for layer, old in zip(layers, before, strict=True)
     ]
     return {
-        "loss 损失": losses,
-        "layers that moved 变化了的层": moved,
-        "gradients cleared 梯度已清空": all(
+        "loss | 损失": losses,
+        "layers that moved | 变化了的层": moved,
+        "gradients cleared | 梯度已清空": all(
             p.grad is None for layer in own for p in layer.parameters()
         ),
-        "messages sent 发送次数": len(mine.spy.calls("send")),
+        "messages sent | 发送次数": len(mine.spy.calls("send")),
     }

@@ -37,9 +37,9 @@ def conjugate_pair(mine):
         before = inner.detach().clone()
         y = function.apply(inner)
         (y * torch.tensor([1.0, 2.0, 3.0, 4.0]) * (rank + 1)).sum().backward()
-        result[f"{name}: output 输出"] = y
-        result[f"{name}: gradient 梯度"] = x.grad
-        result[f"{name}: input untouched 输入未变"] = torch.equal(inner.detach(), before)
+        result[f"{name}: output | 输出"] = y
+        result[f"{name}: gradient | 梯度"] = x.grad
+        result[f"{name}: input untouched | 输入未变"] = torch.equal(inner.detach(), before)
     return result
 
 
@@ -52,10 +52,10 @@ def _layer(layer, x, spy, weights=None) -> dict:
     (y * weights).sum().backward()
     backward = len(spy.calls(since=begin)) - forward
     return {
-        "output 输出": y,
-        "gradient of the input 输入的梯度": x.grad,
-        "gradients of the parameters 参数的梯度": [p.grad for p in layer.parameters()],
-        "messages forward, backward 前向、反向的通信次数": [forward, backward],
+        "output | 输出": y,
+        "gradient of the input | 输入的梯度": x.grad,
+        "gradients of the parameters | 参数的梯度": [p.grad for p in layer.parameters()],
+        "messages forward, backward | 前向、反向的通信次数": [forward, backward],
     }
 
 
@@ -63,7 +63,7 @@ def column(mine):
     layer = mine.ColumnLinear(_same(nn.Linear, 6, 8))
     shapes = [list(p.shape) for p in layer.parameters()]
     weights = _random(7, 3, 8).chunk(dist.get_world_size(), 1)[dist.get_rank()]
-    result = {"shapes of weight and bias 形状": shapes}
+    result = {"shapes of weight and bias | 形状": shapes}
     return result | _layer(layer, _input(3, 6), mine.spy, weights)
 
 
@@ -71,7 +71,7 @@ def row(mine):
     layer = mine.RowLinear(_same(nn.Linear, 8, 6))
     own = _random(99, 3, 8).chunk(dist.get_world_size(), 1)[dist.get_rank()]
     shapes = [list(p.shape) for p in layer.parameters()]
-    result = {"shapes of weight and bias 形状": shapes}
+    result = {"shapes of weight and bias | 形状": shapes}
     return result | _layer(layer, own.clone().requires_grad_(), mine.spy)
 
 
@@ -89,15 +89,15 @@ def vocab_cross_entropy(mine):
     targets = torch.tensor([0, 7, 3, 5, 4])
     result = {}
     # Multiplied by 300, exp() of what has not been shifted overflows.
-    for name, scale in (("small logits 小的 logits", 1.0), ("large logits 大的 logits", 300.0)):
+    for name, scale in (("small logits | 小的 logits", 1.0), ("large logits | 大的 logits", 300.0)):
         own = (_random(5, 5, 8) * scale).chunk(n, 1)[rank].clone().requires_grad_()
         begin = mine.spy.here
         loss = mine.vocab_cross_entropy(own, targets)
         loss.backward()
-        result[f"{name}: loss 损失"] = loss
-        result[f"{name}: gradient 梯度"] = own.grad
+        result[f"{name} · loss | 损失"] = loss
+        result[f"{name} · gradient | 梯度"] = own.grad
         few = mine.spy.sent(since=begin) <= 5 * len(targets)
-    return result | {"at most 5 numbers per token 每个 token 最多通信 5 个数": few}
+    return result | {"at most 5 numbers per token | 每个 token 最多通信 5 个数": few}
 
 
 def tensor_parallel(mine):
@@ -114,7 +114,7 @@ def tensor_parallel(mine):
         optimizer.step()
         losses.append(loss.item())
     return {
-        "loss 损失": losses,
-        f"parameters per rank, of {whole} 每个 rank 的参数": held,
-        "embedding 词嵌入": model.embed.token.weight[:2],
+        "loss | 损失": losses,
+        f"parameters per rank, of {whole} | 每个 rank 的参数": held,
+        "embedding | 词嵌入": model.embed.token.weight[:2],
     }

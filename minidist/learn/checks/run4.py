@@ -37,36 +37,36 @@ def cut(mine):
     own = shard.untyped_storage().nbytes() == shard.numel() * shard.element_size()
     parts = mine.gather(shard, [t.shape for t in tensors])
     return {
-        "cut: own part 自己的一段": shard,
-        "cut: own memory only 只占自己的内存": own,
+        "cut: own part | 自己的一段": shard,
+        "cut: own memory only | 只占自己的内存": own,
         "gather": list(parts),
-        "gather: shapes 形状": [list(p.shape) for p in parts],
-        "all in one shape 只有一个形状": list(mine.gather(shard, [(13,)])),
+        "gather: shapes | 形状": [list(p.shape) for p in parts],
+        "all in one shape | 只有一个形状": list(mine.gather(shard, [(13,)])),
     }
 
 
 def gather_and_free(mine):
     unit = mine.Unit(_layer())
     spy = mine.spy
-    result = {"bytes after __init__ 初始化之后的字节数": _held(unit)}
+    result = {"bytes after __init__ | 初始化之后的字节数": _held(unit)}
     begin = spy.here
     full = unit.full
     unit.gather()
-    result["bytes after gather 收集之后的字节数"] = _held(unit)
-    result["the same tensor 还是同一个张量"] = unit.full is full
+    result["bytes after gather | 收集之后的字节数"] = _held(unit)
+    result["the same tensor | 还是同一个张量"] = unit.full is full
     if _held(unit) < unit.nbytes or unit.full is not full:  # reading freed memory would crash
         return result
-    result["parameters 参数"] = [p.detach().clone() for p in unit.parts]
+    result["parameters | 参数"] = [p.detach().clone() for p in unit.parts]
     unit.gather()
-    result["messages of two gathers 收集两次的通信次数"] = len(spy.calls(since=begin))
+    result["messages of two gathers | 收集两次的通信次数"] = len(spy.calls(since=begin))
     unit.free()
-    result["bytes after free 释放之后的字节数"] = _held(unit)
+    result["bytes after free | 释放之后的字节数"] = _held(unit)
     with torch.no_grad():
         unit.shard += 1.0
     unit.gather()
-    result["after a step of the shard 更新 shard 之后"] = [p.detach().clone() for p in unit.parts]
+    result["after a step of the shard | 更新 shard 之后"] = [p.detach().clone() for p in unit.parts]
     unit.free()
-    result["own part kept 自己的一段还在"] = unit.shard
+    result["own part kept | 自己的一段还在"] = unit.shard
     return result
 
 
@@ -103,10 +103,10 @@ def forward(mine):
     freed_before = state["gathers"]
     y.sum().backward()
     return {
-        "output 输出": y,
-        "freed after forward 前向之后已释放": not there,
-        "gradient of the input 输入的梯度": x.grad,
-        "gathers in forward and backward 前向与反向共收集": [freed_before, state["gathers"]],
+        "output | 输出": y,
+        "freed after forward | 前向之后已释放": not there,
+        "gradient of the input | 输入的梯度": x.grad,
+        "gathers in forward and backward | 前向与反向共收集": [freed_before, state["gathers"]],
     }
 
 
@@ -130,11 +130,11 @@ def arrived(mine):
     step()
     scatters = mine.spy.calls("reduce_scatter", "all_reduce", since=begin)
     return {
-        "gradient of the shards 各段的梯度": first,
-        "whole gradients cleared 完整的梯度已清空": cleared,
-        "parameters freed after backward 反向之后参数已释放": [not t for t in there],
-        "after a second backward 第二次反向之后": [u.shard.grad for u in units],
-        "reductions 规约": [e.op for e in scatters],
+        "gradient of the shards | 各段的梯度": first,
+        "whole gradients cleared | 完整的梯度已清空": cleared,
+        "parameters freed after backward | 反向之后参数已释放": [not t for t in there],
+        "after a second backward | 第二次反向之后": [u.shard.grad for u in units],
+        "reductions | 规约": [e.op for e in scatters],
     }
 
 
@@ -169,10 +169,10 @@ def prefetch(mine):
     y = mine.forward_with_prefetch(units, _data())
     marks = [e.op for e in spy.events[begin:] if not e.size]
     return {
-        "output 输出": y,
-        "order 顺序": marks,
-        "most units at once 同时存在的单元": most,
-        "left afterwards 之后还占着的": sum(_held(u) > 0 for u in units),
+        "output | 输出": y,
+        "order | 顺序": marks,
+        "most units at once | 同时存在的单元": most,
+        "left afterwards | 之后还占着的": sum(_held(u) > 0 for u in units),
     }
 
 
@@ -188,13 +188,13 @@ def mixed_precision(mine):
     grad = mine.reduce_grad(flat)
     calls = mine.spy.calls(since=begin)
     return {
-        "gather_low: parameters 参数": full,
-        "gather_low: dtype 类型": str(full.dtype),
-        "gather_low: communicated in 通信用的类型": gathered,
-        "reduce_grad: gradient 梯度": grad,
-        "reduce_grad: dtype 类型": str(grad.dtype),
-        "reduce_grad: collectives 用到的集合通信": sorted({e.op for e in calls}),
-        "reduce_grad: averaged in 求平均用的类型": sorted({e.dtype for e in calls}),
+        "gather_low: parameters | 参数": full,
+        "gather_low: dtype | 类型": str(full.dtype),
+        "gather_low: communicated in | 通信用的类型": gathered,
+        "reduce_grad: gradient | 梯度": grad,
+        "reduce_grad: dtype | 类型": str(grad.dtype),
+        "reduce_grad: collectives | 用到的集合通信": sorted({e.op for e in calls}),
+        "reduce_grad: averaged in | 求平均用的类型": sorted({e.dtype for e in calls}),
     }
 
 
@@ -204,15 +204,15 @@ def train(mine):
     calls = mine.spy.calls("all_gather", "reduce_scatter")
     whole = len(miniature.batches()) * sum(p.numel() for p in model.parameters())
     return {
-        "loss 损失": losses,
-        "bytes of whole parameters left 还占着的完整参数": sum(
+        "loss | 损失": losses,
+        "bytes of whole parameters left | 还占着的完整参数": sum(
             p.untyped_storage().nbytes() for p in model.parameters()
         ),
-        "gathered twice per step 每步收集两次": round(
+        "gathered twice per step | 每步收集两次": round(
             sum(2 * e.numel for e in calls if e.op == "all_gather") / whole, 1
         ),
-        "gathers per step 每步收集的次数": sum(e.op == "all_gather" for e in calls)
+        "gathers per step | 每步收集的次数": sum(e.op == "all_gather" for e in calls)
         / len(miniature.batches()),
-        "forward prefetches 前向有预取": sum(e.async_op for e in calls if e.op == "all_gather")
+        "forward prefetches | 前向有预取": sum(e.async_op for e in calls if e.op == "all_gather")
         >= len(miniature.batches()) * len(model.layers()),
     }

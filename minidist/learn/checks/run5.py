@@ -51,11 +51,11 @@ def step_stage1(mine):
         _give_gradients(parameters, step)
         mine.step_stage1(parameters, shard, optimizer)
     return {
-        "parameters after two steps 两步之后的参数": parameters,
-        "own part 自己的一段": shard,
-        "gradients cleared 梯度已清空": _cleared(parameters),
-        "elements all-reduced 做 all-reduce 的元素": mine.spy.sent("all_reduce", since=begin),
-        "elements all-gathered 做 all-gather 的元素": mine.spy.sent("all_gather", since=begin),
+        "parameters after two steps | 两步之后的参数": parameters,
+        "own part | 自己的一段": shard,
+        "gradients cleared | 梯度已清空": _cleared(parameters),
+        "elements all-reduced | 做 all-reduce 的元素": mine.spy.sent("all_reduce", since=begin),
+        "elements all-gathered | 做 all-gather 的元素": mine.spy.sent("all_gather", since=begin),
     }
 
 
@@ -71,10 +71,10 @@ def reduce_and_free(mine):
     mine.reduce_and_free(parameters, shard)
     calls = {e.op for e in mine.spy.calls(since=begin)}
     return {
-        "own part of the mean gradient 平均梯度的自己一段": first,
-        "after a second backward 第二次 backward 之后": shard.grad,
-        "whole gradients freed 完整梯度已释放": cleared,
-        "collectives 用到的集合通信": sorted(calls),
+        "own part of the mean gradient | 平均梯度的自己一段": first,
+        "after a second backward | 第二次 backward 之后": shard.grad,
+        "whole gradients freed | 完整梯度已释放": cleared,
+        "collectives | 用到的集合通信": sorted(calls),
     }
 
 
@@ -88,12 +88,12 @@ def step_with_masters(mine):
         mine.step_with_masters(parameters, master, optimizer)
     gathers = mine.spy.calls("all_gather", since=begin)
     return {
-        "master copy 主副本": master,
-        "parameters 参数": parameters,
-        "gradients cleared 梯度已清空": _cleared([*parameters, master]),
-        "dtype of the all-gather all-gather 的类型": sorted({e.dtype for e in gathers}),
-        "dtype of parameters 参数的类型": [str(p.dtype) for p in parameters],
-        "dtype of the reduction 规约的类型": sorted(
+        "master copy | 主副本": master,
+        "parameters | 参数": parameters,
+        "gradients cleared | 梯度已清空": _cleared([*parameters, master]),
+        "dtype of the all-gather | all-gather 的类型": sorted({e.dtype for e in gathers}),
+        "dtype of parameters | 参数的类型": [str(p.dtype) for p in parameters],
+        "dtype of the reduction | 规约的类型": sorted(
             {e.dtype for e in mine.spy.calls("reduce_scatter", "all_reduce", since=begin)}
         ),
     }
@@ -109,10 +109,10 @@ def clip(mine):
 
     large, small = shards(3.0), shards(0.05)
     return {
-        "norm 范数": mine.clip_(large, 1.0),
-        "clipped gradients 裁剪后的梯度": [p.grad for p in large],
-        "norm of a small gradient 小梯度的范数": mine.clip_(small, 1.0),
-        "small gradients untouched 小梯度不变": [p.grad for p in small],
+        "norm | 范数": mine.clip_(large, 1.0),
+        "clipped gradients | 裁剪后的梯度": [p.grad for p in large],
+        "norm of a small gradient | 小梯度的范数": mine.clip_(small, 1.0),
+        "small gradients untouched | 小梯度不变": [p.grad for p in small],
     }
 
 
@@ -129,13 +129,13 @@ def offload_step(mine):
         left.append(shard.grad is None)
         kinds.add(str(host.grad.dtype) if host.grad is not None else "none")
     return {
-        "host copy 主机上的副本": host,
-        "shard 参数段": shard,
-        "dtype of host.grad 类型": sorted(kinds - {"none"}) or ["torch.float32"],
-        "dtype of the shard 参数段的类型": str(shard.dtype),
-        "shard.grad freed before the step 更新前已释放": freed,
-        "shard.grad afterwards is None 之后 shard.grad 为 None": left,
-        "same memory 同一块内存": shard.data_ptr() == memory,
+        "host copy | 主机上的副本": host,
+        "shard | 参数段": shard,
+        "dtype of host.grad | 类型": sorted(kinds - {"none"}) or ["torch.float32"],
+        "dtype of the shard | 参数段的类型": str(shard.dtype),
+        "shard.grad freed before the step | 更新前已释放": freed,
+        "shard.grad afterwards is None | 之后 shard.grad 为 None": left,
+        "same memory | 同一块内存": shard.data_ptr() == memory,
     }
 
 
@@ -166,8 +166,8 @@ def mini_zero(mine):
     losses = torch.stack(losses)
     dist.all_reduce(losses)
     return {
-        "loss 损失": losses / n,
-        "collectives 用到的集合通信": sorted(calls),
-        f"most gradient elements at once, of {whole} 同时存在的完整梯度元素": most,
-        "shard gradients cleared 段的梯度已清空": _cleared(zero.shards),
+        "loss | 损失": losses / n,
+        "collectives | 用到的集合通信": sorted(calls),
+        f"most gradient elements at once, of {whole} | 同时存在的完整梯度元素": most,
+        "shard gradients cleared | 段的梯度已清空": _cleared(zero.shards),
     }

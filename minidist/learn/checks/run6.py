@@ -33,13 +33,13 @@ def groups_of(mine):
 def make_groups(mine):
     dp_group, tp_group = mine.make_groups(2, 2)
     result = {
-        "ranks of the dp group dp 组": sorted(dist.get_process_group_ranks(dp_group)),
-        "ranks of the tp group tp 组": sorted(dist.get_process_group_ranks(tp_group)),
+        "ranks of the dp group | dp 组": sorted(dist.get_process_group_ranks(dp_group)),
+        "ranks of the tp group | tp 组": sorted(dist.get_process_group_ranks(tp_group)),
     }
     for name, group in (("dp", dp_group), ("tp", tp_group)):
         total = torch.tensor(10.0 ** dist.get_rank())
         dist.all_reduce(total, group=group)
-        result[f"sum over the {name} group 组内求和"] = total
+        result[f"sum over the {name} group | 组内求和"] = total
     return result
 
 
@@ -51,7 +51,7 @@ def global_norm(mine):
     kept = [t.clone() for t in (*sharded, *replicated)]
     norm = mine.global_norm(sharded, replicated, dist.group.WORLD)
     same = all(torch.equal(a, b) for a, b in zip(kept, (*sharded, *replicated), strict=True))
-    return {"norm 范数": norm, "gradients untouched 梯度未变": same}
+    return {"norm | 范数": norm, "gradients untouched | 梯度未变": same}
 
 
 def train_2d(mine):
@@ -62,10 +62,10 @@ def train_2d(mine):
     losses = mine.train_2d(model, miniature.batches(), 0.3)
     own = model.blocks[0].mlp.up.weight.detach()
     return {
-        "loss 损失": losses,
-        "a cut weight 一个切开的权重": own[:1, :4],
-        "a whole weight 一个完整的权重": model.head.norm.weight.detach()[:4],
-        "rows of each forward 每次前向的行数": sorted(rows),
+        "loss | 损失": losses,
+        "a cut weight | 一个切开的权重": own[:1, :4],
+        "a whole weight | 一个完整的权重": model.head.norm.weight.detach()[:4],
+        "rows of each forward | 每次前向的行数": sorted(rows),
     }
 
 
@@ -76,9 +76,9 @@ def layout(mine):
         "70B, 512 GPUs of 80 GB": (70e9, 80, 512, 8, 80 * GB),
         "175B, 1024 GPUs of 80 GB": (175e9, 96, 1024, 8, 80 * GB),
         "13B, 16 GPUs of 24 GB, 4 per node": (13e9, 40, 16, 4, 24 * GB),
-        "exactly 16 bytes per parameter 刚好": (5e9, 24, 4, 4, 80 * GB),
+        "exactly 16 bytes per parameter | 刚好": (5e9, 24, 4, 4, 80 * GB),
         "1000B, 8 GPUs": (1000e9, 100, 8, 8, 80 * GB),
-        "7 layers 7 层": (20e9, 7, 56, 2, 80 * GB),
+        "7 layers | 7 层": (20e9, 7, 56, 2, 80 * GB),
     }
     result = {}
     for name, arguments in cases.items():

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from minidist.learn.checks import Exercise, wrong
-from minidist.learn.checks.set2_data import EXERCISES as MORE
+from minidist.learn.checks.set2_data import EXERCISES as DATA
+from minidist.learn.checks.set2_overlap import EXERCISES as OVERLAP
 
 _AVERAGE = """            dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
 """
 _FLAT = "    flat /= dist.get_world_size()\n    for g, part in zip(grads"
-_READY = """        while len(self.launched) < len(self.buckets) and all(
-            q in self.ready for q in self.buckets[len(self.launched)]
-        ):
+_BACK = """    for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
 """
-
 EXERCISES = (
     Exercise("2.1", "average_gradients", (
         wrong(
@@ -111,6 +109,51 @@ EXERCISES = (
              "\n        g.copy_"),
         ),
         wrong(
+            "last one left",
+            "最后一个参数没有拷回：它的 .grad 还是本 rank 自己的。",
+            "The last parameter was not copied back: its .grad is still this rank's own.",
+            ("zip(grads, flat.split([g.numel() for g in grads]), strict=True)",
+             "zip(grads[:-1], flat.split([g.numel() for g in grads]))"),
+        ),
+        wrong(
+            "place stands still",
+            "每个参数拿到的都是 flat 开头的那几个数：切下一段以后，位置要往前移 g.numel()。",
+            "Every parameter was given the front of flat: after each part the place has to move on "
+            "by g.numel().",
+            (_BACK, "    for g in grads:\n        part = flat[: g.numel()]\n"),
+        ),
+        wrong(
+            "place counts the idle",
+            "切 flat 时，没有 .grad 的参数也占了位置：它不在 flat 里。`place += p.numel()` 要放在 "
+            "`if p.grad is not None` 里面。",
+            "The place in flat moved on for a parameter without .grad too, but flat does not hold "
+            "it: `place += p.numel()` belongs inside `if p.grad is not None`.",
+            (_BACK + "        g.copy_(part.view_as(g))",
+             "    place = 0\n    for p in model.parameters():\n        if p.grad is not None:\n"
+             "            p.grad.copy_(flat[place : place + p.numel()].view_as(p))\n"
+             "        place += p.numel()"),
+            story="is invalid for input of size",
+        ),
+        wrong(
+            "zeros for none",
+            "没有参与计算的参数得到了一个全 0 的 .grad；它应该仍是 None，跳过它（优化器对 0 和 "
+            "None 的处理不同，例如权重衰减）。",
+            "A parameter that took no part was given a .grad of zeros; it should stay None and be "
+            "skipped (an optimizer treats the two differently: weight decay, for one).",
+            ("    grads = [p.grad for p in model.parameters() if p.grad is not None]\n",
+             "    for p in model.parameters():\n"
+             "        p.grad = torch.zeros_like(p) if p.grad is None else p.grad\n"
+             "    grads = [p.grad for p in model.parameters()]\n"),
+        ),
+        wrong(
+            "not flattened",
+            "torch.cat 只能拼接维数相同的张量：先把每个梯度展平，g.flatten()。",
+            "torch.cat joins tensors of the same number of dimensions only: flatten each gradient "
+            "first, g.flatten().",
+            ("torch.cat([g.flatten() for g in grads])", "torch.cat(grads)"),
+            story="same number of dimensions|Sizes of tensors must match except",
+        ),
+        wrong(
             "no gradient",
             "有的参数没有参与计算，它的 .grad 是 None，不能拼进 flat：先把它们排除，拷回时也用"
             "同一个列表。",
@@ -167,6 +210,24 @@ EXERCISES = (
             ("size + nbytes > cap_bytes", "size + nbytes >= cap_bytes"),
         ),
         wrong(
+            "closed when full",
+            "你在装到或超过 cap_bytes 以后才关桶（第 2 章的 fill_buckets 就是这样）；这一题要在会"
+            "超过之前关：放进去会超，就先关上当前的桶。",
+            "You close a bucket once it has reached cap_bytes, as fill_buckets in chapter 2 does; "
+            "here it is closed before: if the parameter would not fit, close the bucket first.",
+            ("        if bucket and size + nbytes > cap_bytes:\n            buckets.append(bucket)\n"
+             "            bucket, size = [], 0\n        bucket.append(p)\n        size += nbytes\n",
+             "        bucket.append(p)\n        size += nbytes\n        if size >= cap_bytes:\n"
+             "            buckets.append(bucket)\n            bucket, size = [], 0\n"),
+        ),
+        wrong(
+            "size kept",
+            "另开一个桶时，size 没有清零：新桶从旧桶的字节数接着数，于是很快又“满”了。",
+            "size was not set back to 0 with the new bucket: it goes on from the old bucket's "
+            "bytes, and the new one is full at once.",
+            ("            bucket, size = [], 0", "            bucket = []"),
+        ),
+        wrong(
             "empty bucket",
             "列表里有空桶：比上限还大的参数到来时，当前的桶可能是空的，空桶不要收。",
             "There are empty buckets in the list: when a parameter larger than the cap comes, "
@@ -175,149 +236,6 @@ EXERCISES = (
              "        if size + nbytes > cap_bytes:"),
         ),
     )),
-    Exercise("2.4", "overlap", (
-        wrong(
-            "no overlap",
-            "数值对了，但所有的桶都是在 backward 结束之后才发出的：通信和计算没有重叠。桶一满，"
-            "就要在 _ready 里发出去。",
-            "The values are right, but every bucket was launched after backward had ended: "
-            "nothing overlaps. Launch a bucket in _ready, as soon as it is full.",
-            (_READY, "        while False:\n"),
-        ),
-        wrong(
-            "before ready",
-            "桶里的第一个梯度一到就发出去了，其余的还没算好，被当成了 0。要等桶里所有参数都好了"
-            "再发。",
-            "A bucket was launched when its first gradient arrived; the others were not "
-            "computed yet and counted as zeros. Wait until every parameter of the bucket is "
-            "ready.",
-            ("and all(\n            q in self.ready for q", "and any(\n            q in self.ready for q"),
-        ),
-        wrong(
-            "sum",
-            "拷回去的是和，不是平均值：flat 还要除以 world_size。",
-            "What was copied back is the sum, not the mean: flat has to be divided by the world "
-            "size.",
-            ("            work.wait()\n            flat /= dist.get_world_size()\n",
-             "            work.wait()\n"),
-        ),
-        wrong(
-            "not waited",
-            "没有 wait 就读了 flat：异步的 all_reduce 可能还在路上，读到的是自己的旧值。在真实"
-            "的训练里，这个错误时有时无，最难查。",
-            "flat was read without wait(): an asynchronous all_reduce may still be on its way, "
-            "and you read your own old values. In real training this error comes and goes, "
-            "which makes it the hardest to find.",
-            ("            work.wait()\n            flat /=", "            flat /="),
-        ),
-        wrong(
-            "waits inside",
-            "每个桶一发出就在钩子里等它完成，backward 只好停下来：这是逐桶通信，不是重叠。把 "
-            "work 记下来，到 finish() 再等。",
-            "Each bucket is waited for in the hook that launched it, so backward stands still: "
-            "that is bucketed, but not overlapped. Keep the work and wait in finish().",
-            ("        ):\n            self.launched.append(self._launch(len(self.launched)))\n",
-             "        ):\n            self.launched.append(self._launch(len(self.launched)))\n"
-             "            self.launched[-1][0].wait()\n"),
-        ),
-        wrong(
-            "unused forgotten",
-            "没有用到的参数永远不会触发钩子，它所在的桶就永远不满，这个桶没有发出去。finish() "
-            "要把剩下的桶也发出去。",
-            "A parameter that was not used never calls the hook, so its bucket never fills and "
-            "was never sent. finish() has to launch the remaining buckets too.",
-            ("        while len(self.launched) < len(self.buckets):\n"
-             "            self.launched.append(self._launch(len(self.launched)))\n"
-             "        for bucket, (work, flat) in zip(self.buckets, self.launched, strict=True):",
-             "        for bucket, (work, flat) in zip(self.buckets, self.launched):"),
-        ),
-        wrong(
-            "notes kept",
-            "第二步出错：finish() 之后 self.ready 没有清空，上一步的记录还在，所以第二步的桶在"
-            "梯度算好之前就发出去了。",
-            "The second step goes wrong: self.ready was not cleared in finish(), and with last "
-            "step's notes the buckets of the second step leave before their gradients are "
-            "there.",
-            ("        self.ready.clear()\n", ""),
-        ),
-        wrong(
-            "any order",
-            "桶的发出顺序在各 rank 之间不一致：只用到部分层的 rank，先满的桶不一样，于是同一次 "
-            "all_reduce 里一边是桶 1、另一边是桶 2。必须严格按 0, 1, 2, … 的顺序发。",
-            "The ranks launch buckets in different orders: where a rank does not use a layer, "
-            "another bucket is full first, and one all_reduce then mixes bucket 1 here with "
-            "bucket 2 there. Launch strictly in the order 0, 1, 2, ...",
-            (_READY + "            self.launched.append(self._launch(len(self.launched)))\n",
-             "        for i, bucket in enumerate(self.buckets):\n"
-             "            if i not in dict(self.launched) and all(q in self.ready for q in bucket):\n"
-             "                self.launched.append((i, self._launch(i)))\n"),
-            ("        while len(self.launched) < len(self.buckets):\n"
-             "            self.launched.append(self._launch(len(self.launched)))\n"
-             "        for bucket, (work, flat) in zip(self.buckets, self.launched, strict=True):",
-             "        done = dict(self.launched)\n"
-             "        for i in range(len(self.buckets)):\n"
-             "            if i not in done:\n"
-             "                done[i] = self._launch(i)\n"
-             "        for bucket, (work, flat) in zip(self.buckets, [done[i] for i in sorted(done)]):"),
-            story="mismatch",
-        ),
-    )),
-    Exercise("2.5", "accumulate", (
-        wrong(
-            "not divided",
-            "梯度大了：每个微批次的损失是平均值，几个微批次相加以后还要除以微批次的个数。",
-            "The gradients are too large: each micro-batch's loss is a mean, and the sum over "
-            "micro-batches has to be divided by their number.",
-            ("            loss = loss_fn(ddp(x), y) / len(microbatches)\n            loss.backward()",
-             "            loss = loss_fn(ddp(x), y)\n            loss.backward()"),
-            ("    loss = loss_fn(ddp(x), y) / len(microbatches)\n    loss.backward()\n    ddp.finish",
-             "    loss = loss_fn(ddp(x), y)\n    loss.backward()\n    ddp.finish"),
-        ),
-        wrong(
-            "sync every time",
-            "梯度对了，但每个微批次都通信了一次。除最后一个以外，都要放在 `with ddp.no_sync():` "
-            "里，通信量才会降到 1/微批次数。",
-            "The gradients are right, but every micro-batch was communicated. All but the last "
-            "belong inside `with ddp.no_sync():`; that is what saves the traffic.",
-            ("        with ddp.no_sync():\n            loss = loss_fn(ddp(x), y) / len(microbatches)\n"
-             "            loss.backward()\n",
-             "        loss = loss_fn(ddp(x), y) / len(microbatches)\n        loss.backward()\n"
-             "        ddp.finish()\n"),
-        ),
-        wrong(
-            "only the last",
-            "只剩下最后一个微批次的梯度：前面的被清掉了（zero_grad），或者没有做 backward。累积"
-            "就是不清空，让 backward 加上去。",
-            "Only the last micro-batch's gradient is left: the earlier ones were cleared "
-            "(zero_grad) or never went backward. Accumulating means not clearing; backward "
-            "adds.",
-            ("    x, y = microbatches[-1]\n    loss = loss_fn",
-             "    x, y = microbatches[-1]\n    ddp.zero_grad()\n    loss = loss_fn"),
-        ),
-        wrong(
-            "never synced",
-            "没有任何通信：最后一个微批次也在 no_sync 里，或者忘了 ddp.finish()。每个 rank 还是"
-            "只有自己的梯度。",
-            "Nothing was communicated: the last micro-batch was inside no_sync too, or "
-            "ddp.finish() is missing. Every rank still has its own gradients.",
-            ("    loss.backward()\n    ddp.finish()\n    return total",
-             "    with ddp.no_sync():\n        loss.backward()\n    return total"),
-        ),
-        wrong(
-            "last loss",
-            "梯度对了，但返回的只是最后一个微批次的损失：要的是整个 batch 的平均损失。",
-            "The gradients are right, but what was returned is the last micro-batch's loss: the "
-            "mean over the whole batch was asked for.",
-            ("    return total + loss.detach()", "    return loss.detach() * len(microbatches)"),
-        ),
-        wrong(
-            "graph kept",
-            "返回的损失还连着计算图，整个 batch 的激活值都会因此留在内存里：累加时用 "
-            "loss.detach()。",
-            "The returned loss still holds its graph, and with it the activations of the whole "
-            "batch: add up loss.detach().",
-            ("    return total + loss.detach()", "    return total + loss"),
-        ),
-    )),
-    *MORE,
+    *OVERLAP,
+    *DATA,
 )  # fmt: skip

@@ -25,7 +25,7 @@ EXERCISES = (
             "epoch 决定。",
             "Every rank shuffled differently (its rank is in the seed): samples are repeated "
             "and others are missed. The seed may depend on seed and epoch only.",
-            ("manual_seed(seed + epoch)", "manual_seed(seed + epoch + 100 * rank)"),
+            ("manual_seed(seed + epoch)", "manual_seed(seed + epoch + rank)"),
         ),
         wrong(
             "epoch ignored",
@@ -56,6 +56,20 @@ EXERCISES = (
             "You padded by repeating the last sample; the rule is to continue from the front of "
             "the order.",
             ("order[i % items] for i in places", "order[min(i, items - 1)] for i in places"),
+        ),
+        wrong(
+            "padded with 0",
+            "补的都是 0 号样本；规则是从打乱后的顺序的开头接着取：order[i % items]。",
+            "You padded with sample 0; the rule is to continue from the front of the shuffled "
+            "order: order[i % items].",
+            ("order[i % items] for i in places", "(order[i] if i < items else 0) for i in places"),
+        ),
+        wrong(
+            "tensors in the list",
+            "数值都对，但列表里装的是 0 维张量：要 int 的列表（.tolist()）。",
+            "The values are right, but the list holds 0-d tensors: a list of int was asked for "
+            "(.tolist()).",
+            ("torch.randperm(items, generator=g).tolist()", "torch.randperm(items, generator=g)"),
         ),
         wrong(
             "front used up",
@@ -110,6 +124,23 @@ EXERCISES = (
             ("    dist.all_reduce(pair)\n", ""),
         ),
         wrong(
+            "whole numbers",
+            "小数部分丢了：和与个数放进了整数类型的张量。用浮点类型，例如 values.dtype。",
+            "The fraction is lost: the sum went into a tensor of integers. Use a floating type, "
+            "values.dtype for one.",
+            ("real.sum().to(values.dtype)])", "real.sum().to(values.dtype)]).long()"),
+        ),
+        wrong(
+            "stayed away",
+            "有的 rank 没有参加 all_reduce，别的 rank 就一直在等它：没有真实样本的 rank 也要参加，"
+            "它的和与个数都是 0，不能提前 return。",
+            "Some rank did not join the all_reduce, and the others wait for it: a rank without real "
+            "samples must join too, with a sum and a number of 0, and not return early.",
+            ("    pair = torch.stack", "    if not real.any():\n        return values.sum()\n"
+                                      "    pair = torch.stack"),
+            story="deadlock",
+        ),
+        wrong(
             "local count",
             "和是全局的，个数却只是本 rank 的：个数也要 all_reduce。",
             "The sum is global, but the number is this rank's own: all_reduce the number too.",
@@ -133,7 +164,7 @@ EXERCISES = (
         ),
         wrong(
             "from zero",
-            "预热是从 0 升上来的；这里要求从 base_lr 开始升。",
+            "你的预热从 0 开始；这里要求从 base_lr 开始。",
             "The ramp starts at zero; here it starts at base_lr.",
             (_RATE, "return target * (step + 1) / warmup_steps"),
         ),
@@ -186,8 +217,10 @@ EXERCISES = (
         ),
         wrong(
             "fixed rate",
-            "学习率一直没变：每一步都要用 learning_rate 的结果设置 group[\"lr\"]。",
-            "The learning rate never changes: set group[\"lr\"] from learning_rate in every step.",
+            "学习率始终等于 lr：没有用 learning_rate 的结果设置 group[\"lr\"]，或者传给 "
+            "learning_rate 的 base_batch 不对（应是 train 的参数 base_batch）。",
+            "The learning rate always equals lr: group[\"lr\"] was not set from learning_rate, or "
+            "learning_rate got a wrong base_batch (it is the argument of train).",
             ('            group["lr"] = learning_rate(step, lr, base_batch, len(inputs), warmup_steps)',
              '            group["lr"] = lr'),
         ),
