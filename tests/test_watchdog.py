@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import minidist as md
+from minidist.comm import collectives as coll
 from minidist.comm import failure, watchdog, worker
-from minidist.comm.launch import launch
+from minidist.comm.launch import RankFailure, Ranks, launch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -101,3 +102,18 @@ def test_tracebacks_show_lines_of_functions_without_a_file():
 def test_library_files_are_told_apart():
     assert failure.is_library(torch.__file__) and failure.is_library(threading.__file__)
     assert failure.is_library(worker.__file__) and not failure.is_library(__file__)
+
+
+def test_a_later_failure_does_not_tell_of_an_earlier_one():
+    def different():
+        coll.all_reduce(torch.ones(4 + coll.rank()))
+
+    def divide():
+        return 1 / 0
+
+    with Ranks(2, timeout=20, debug=True, keep=True) as ranks:
+        with pytest.raises(RankFailure, match="First difference"):
+            ranks.run(different)
+        with pytest.raises(RankFailure, match="ZeroDivisionError") as later:
+            ranks.run(divide)
+    assert "First difference" not in str(later.value)

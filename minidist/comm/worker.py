@@ -253,6 +253,9 @@ class _Rank:
             self.send(*answer)
 
     def call(self, packed: bytes) -> tuple:
+        ledger = sys.modules.get("minidist.comm.ledger")
+        if ledger is not None:
+            ledger.last.clear()  # or the story of a failure would begin in an earlier call
         try:
             function, args, kwargs = pickle.loads(packed)
             result = function(*args, **kwargs)
