@@ -168,7 +168,7 @@ def _cell(tests, seen):
     left = re.sub(r"\b1 (process|file descriptor|temporary file)e?s\b", r"1 \1", left)
     if len(message) > 200:
         message = message[:200].rstrip() + " ..."
-    return f"| {seconds} | {message} | {left} "
+    return f"| {seconds} | {message or 'nothing is said'} | {left} "
 
 
 def _figure(seconds):
