@@ -6,7 +6,8 @@ FSDP 连参数也切开：每个 rank 平时只存参数的 1/n（shard），用
 - coll.all_gather(flat, shard)：把每个 rank 的 shard 首尾相接放进 flat；
 - coll.reduce_scatter(shard, flat, "mean")：shard 变成所有 rank 的 flat 的平均值中自己的那一段。
   加上 async_op=True，它们立即返回一个 work，结果在 work.wait() 之后才能用。
-检查：minidist check 4.1，或 minidist check 4。
+先运行 minidist start-exercises my-exercises，在那个文件夹里写。
+检查：minidist check 4.1 --src my-exercises（全组：check 4）。
 
 FSDP cuts the parameters too: a rank keeps only 1/n of them (its shard), gathers the whole
 parameters of a unit (a layer, say) when they are needed, and frees them at once afterwards. You
@@ -14,7 +15,8 @@ need two collectives of minidist (shard and flat are 1-D and contiguous):
 - coll.all_gather(flat, shard): puts all ranks' shards end to end into flat;
 - coll.reduce_scatter(shard, flat, "mean"): shard becomes this rank's part of the mean of all flats.
 With async_op=True they return a work at once; the result may be used after work.wait().
-To check: minidist check 4.1, or minidist check 4.
+Run minidist start-exercises my-exercises first, and write in that folder.
+To check: minidist check 4.1 --src my-exercises (the set: check 4).
 """
 
 import torch

@@ -3,13 +3,17 @@
 只用点对点的收发，把集合通信自己写出来。每个函数会在所有 rank 上同时被调用，进程组已经建好：
 dist.get_rank()、dist.get_world_size()；dist.send(t, 对方) 与 dist.recv(t, 对方) 会等到完成，
 dist.isend 与 dist.irecv 立即返回一个 work，之后要 work.wait()。先把 t 建好（如
-torch.empty_like(x)），recv 才能把数据放进去。检查：minidist check 0.1，或 minidist check 0。
+torch.empty_like(x)），recv 才能把数据放进去。
+先运行 minidist start-exercises my-exercises，在那个文件夹里写。
+检查：minidist check 0.1 --src my-exercises（全组：check 0）。
 
 Write collectives yourself, from point-to-point messages alone. Each function is called on all ranks
 at the same time, and the process group is there: dist.get_rank(), dist.get_world_size().
 dist.send(t, peer) and dist.recv(t, peer) wait until they are done; dist.isend and dist.irecv return
 a work at once, and work.wait() comes later. recv writes into a tensor that you make first (such as
-torch.empty_like(x)). To check: minidist check 0.1, or minidist check 0.
+torch.empty_like(x)).
+Run minidist start-exercises my-exercises first, and write in that folder.
+To check: minidist check 0.1 --src my-exercises (the set: check 0).
 """
 
 from math import ceil, log2

@@ -2,11 +2,13 @@
 
 动手并行之前先算一算：模型要占多少内存，放不放得下，该用哪种并行。字节数一律用 float 或 int，不
 取整。
-检查：minidist check 1.1，或 minidist check 1。
+先运行 minidist start-exercises my-exercises，在那个文件夹里写。
+检查：minidist check 1.1 --src my-exercises（全组：check 1）。
 
 Before making anything parallel, do the arithmetic: how much memory does the model take, does it
 fit, and which paradigm follows. Bytes are float or int, and are not rounded.
-To check: minidist check 1.1, or minidist check 1.
+Run minidist start-exercises my-exercises first, and write in that folder.
+To check: minidist check 1.1 --src my-exercises (the set: check 1).
 """
 
 import torch

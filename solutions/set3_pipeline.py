@@ -3,13 +3,15 @@
 模型按层切成几个阶段（stage），每个 rank 一个阶段；一个 batch 切成 m 个微批次，依次流过各个阶段。
 阶段 s 的前向要等阶段 s - 1 送来激活值，反向要等阶段 s + 1 送来梯度。一个动作写成 ("F", i) 或
 ("B", i)：第 i 个微批次的前向或反向，i 从 0 数。
-检查：minidist check 3.8，或 minidist check 3。
+先运行 minidist start-exercises my-exercises，在那个文件夹里写。
+检查：minidist check 3.8 --src my-exercises（全组：check 3）。
 
 The model is cut by layers into stages, one per rank; a batch is cut into m micro-batches that flow
 through the stages. The forward of stage s waits for the activation from stage s - 1, its backward
 for the gradient from stage s + 1. An action is ("F", i) or ("B", i): forward or backward of
 micro-batch i, counting from 0.
-To check: minidist check 3.8, or minidist check 3.
+Run minidist start-exercises my-exercises first, and write in that folder.
+To check: minidist check 3.8 --src my-exercises (the set: check 3).
 """
 
 import torch

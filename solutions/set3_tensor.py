@@ -3,13 +3,15 @@
 把一层的矩阵切到各个 rank 上：每个 rank 拿到同样的输入，各算一部分。rank 的个数是 n =
 dist.get_world_size()，要切的维度都能被 n 整除。两条规则贯穿这一组：前向在哪里求和，反向就在哪
 里原样通过；反过来也一样。
-检查：minidist check 3.1，或 minidist check 3。
+先运行 minidist start-exercises my-exercises，在那个文件夹里写。
+检查：minidist check 3.1 --src my-exercises（全组：check 3）。
 
 The matrix of one layer is cut over the ranks: all get the same input, and each computes a part. The
 number of ranks is n = dist.get_world_size(), and what is cut is a multiple of n. One rule runs
 through this set: where forward sums over the ranks, backward passes through; and the other way
 round.
-To check: minidist check 3.1, or minidist check 3.
+Run minidist start-exercises my-exercises first, and write in that folder.
+To check: minidist check 3.1 --src my-exercises (the set: check 3).
 """
 
 import torch

@@ -5,7 +5,8 @@
 除了 dist，还会用到 minidist 的两个集合通信（flat 和 shard 都是一维、连续的）：
 - coll.reduce_scatter(shard, flat, "mean")：shard 变成所有 rank 的 flat 的平均值中自己的那一段；
 - coll.all_gather(flat, shard)：把每个 rank 的 shard 首尾相接放进 flat。
-检查：minidist check 5.1，或 minidist check 5。
+先运行 minidist start-exercises my-exercises，在那个文件夹里写。
+检查：minidist check 5.1 --src my-exercises（全组：check 5）。
 
 In data parallel training every rank keeps the same optimizer state and the same mean gradients.
 ZeRO makes each rank responsible for 1/n of them. Here all parameters are laid end to end in one 1-D
@@ -14,7 +15,8 @@ part r, its shard. Besides dist you need two collectives of minidist (flat and s
 contiguous):
 - coll.reduce_scatter(shard, flat, "mean"): shard becomes this rank's part of the mean of all flats;
 - coll.all_gather(flat, shard): puts all ranks' shards end to end into flat.
-To check: minidist check 5.1, or minidist check 5.
+Run minidist start-exercises my-exercises first, and write in that folder.
+To check: minidist check 5.1 --src my-exercises (the set: check 5).
 """
 
 import torch

@@ -3,13 +3,15 @@
 大模型同时用几种并行。rank 排成一个三维的网格 dp × pp × tp，dp 在最外层，tp 在最内层：rank 0,
 1, ..., tp - 1 是同一个张量并行组，它们通信最频繁，所以放在同一台机器里。每个 rank 在每一维各属
 于一个组。
-检查：minidist check 6.1，或 minidist check 6。
+先运行 minidist start-exercises my-exercises，在那个文件夹里写。
+检查：minidist check 6.1 --src my-exercises（全组：check 6）。
 
 Large models use several kinds of parallelism at once. The ranks form a mesh dp × pp × tp, with dp
 outermost and tp innermost: ranks 0, 1, ..., tp - 1 are one tensor parallel group, which
 communicates most and therefore sits inside one machine. Along each dimension a rank belongs to one
 group.
-To check: minidist check 6.1, or minidist check 6.
+Run minidist start-exercises my-exercises first, and write in that folder.
+To check: minidist check 6.1 --src my-exercises (the set: check 6).
 """
 
 import torch

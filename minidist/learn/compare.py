@@ -88,7 +88,7 @@ def _differ(got: Any, want: Any, where: str, tolerance: float) -> tuple | None:
                         texts = show(got), show(want)
                         short = all(isinstance(x, list) for x in (g, w))
                         short = short and max(map(len, texts)) <= SHORT
-                        return (where, *texts, *inner[3:]) if short else inner
+                        return (where, *texts, "", "") if short else inner
                     return where, _list(got, i), _list(want, i), "", ""
             return None
         zh = f"应有 {len(want)} 项，得到 {len(got)} 项。"

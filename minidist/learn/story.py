@@ -93,6 +93,7 @@ def tell(failure: RankFailure, file: str, seconds: float) -> Story:
         )
     if "call different collectives" in text:
         detail = text.split("call different collectives: ", 1)[1].partition("\n")[0]
+        others = [f for f in _states(failure) if f"{f.partition(':')[0]} calls" not in detail]
         return Story(
             "mismatch",
             "各 rank 调用的集合通信不一致（操作、形状或数据类型不同）。"
@@ -101,6 +102,7 @@ def tell(failure: RankFailure, file: str, seconds: float) -> Story:
             "has to make the same calls in the same order.",
             tuple(part.strip() for part in detail.split(", rank")[:1])
             + tuple(f"rank{part}" for part in detail.split(", rank")[1:])
+            + tuple(others)
             + _user_line(failure, file),
             f"mismatch\n{text}",
         )
@@ -168,9 +170,15 @@ def _user_line(failure: RankFailure, file: str) -> tuple[str, ...]:
 
 
 def _all_wait(failure: RankFailure) -> bool:
-    words = failure.states.values()
+    words = [w.partition("  [")[0] for w in failure.states.values()]
     waiting = [w for w in words if w.startswith("waiting")]
-    return bool(waiting) and all(w.startswith(("waiting", "finished")) for w in words)
+    # All of them in one and the same collective: it is not the first time that they meet there.
+    together = len(set(words)) == 1 and not re.match(r"waiting in i?(send|recv)", words[0])
+    return (
+        bool(waiting)
+        and not (together and len(words) > 1)
+        and all(w.startswith(("waiting", "finished")) for w in words)
+    )
 
 
 def _states(failure: RankFailure) -> tuple[str, ...]:

@@ -134,7 +134,7 @@ EXERCISES = (
             "len(self.launched) one larger, and it stops at len(self.buckets).",
             ("            self.launched.append(self._launch(len(self.launched)))\n        # END",
              "            pass\n        # END"),
-            story=r"(?:timeout|deadlock)\n.*running _ready",
+            story=r"timeout\n.*(?:running _ready|async_op=True)",
         ),
         wrong(
             "notes kept",
