@@ -53,6 +53,25 @@ with md.init() as job:  # and again
 """
 
 
+LISTENS = """
+import os, psutil, torch, torch.distributed as dist, minidist as md
+with md.init():
+    dist.all_reduce(torch.ones(2))
+    found = psutil.Process().net_connections("inet")
+    print(*{c.laddr.ip for c in found if c.status == "LISTEN"}, os.environ["GLOO_SOCKET_IFNAME"])
+"""
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path, ranks):
+    code, out, err = program(LISTENS, folder=tmp_path, torchrun=ranks)
+    assert code == 0, err
+    assert set(out.split()) == {
+        "127.0.0.1",
+        "lo",
+    }  # the name matters where the host's own is not lo
+
+
 def test_alone_it_is_a_world_of_one(tmp_path):
     code, out, err = program(ALONE, folder=tmp_path)
     assert code == 0 and err == ""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from minidist.comm import watchdog
+from minidist.comm.processes import loopback
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ def init(backend: str | None = None, timeout: float = 60) -> Iterator[Context]:
         torch.cuda.set_device(local_rank)  # or every rank would use the first GPU
     if local_ranks > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # a thread per core in every rank slows all of them down
+    if local_ranks == _env("WORLD_SIZE", 1) and (inside := loopback()):
+        # All on this machine: gloo would listen where other machines can connect.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", inside)
     limit = datetime.timedelta(seconds=timeout)
     beacon = None
     if "WORLD_SIZE" in os.environ and "nccl" not in backend:
