@@ -69,7 +69,7 @@ def test_ranks_of_one_machine_listen_on_loopback_only(tmp_path, ranks):
     assert set(out.split()) == {
         "127.0.0.1",
         "lo",
-    }  # the name matters where the host's own is not lo
+    }
 
 
 def test_alone_it_is_a_world_of_one(tmp_path):
