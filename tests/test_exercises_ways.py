@@ -333,6 +333,13 @@ def test_check_in_a_real_notebook():
         )
         passed = kernel.run('check("2.4", MiniDDP)')
         assert "✓ 2.4" in passed.text, passed
+        # Now it is there for 2.5, and the task shows what is given.
+        kernel.run("def accumulate(ddp, microbatches, loss_fn):\n    return torch.zeros(())\n")
+        assert "✗ 2.5" in kernel.run('check("2.5", accumulate)').text
+        task = kernel.run('check("2.4")').text
+        assert "def _launch(self, i):" in task and "# TODO 2.4" in task
+        hint = kernel.run('check("2.4", hint=True)')
+        assert "len(self.launched)" in hint.text and not hint.error
         assert "needs exactly these" in kernel.run('check("4.1", helper)').error
         assert "no exercise" in kernel.run('check("9.9")').error
     finally:

@@ -10,6 +10,7 @@ from minidist.comm.failure import RankFailure, is_library
 from minidist.learn.words import Fact
 
 _PLACE = re.compile(r" at (?P<file>[^:\n]+):(?P<line>\d+)(?:: (?P<code>[^\n]*?))?(?:  \[.*)?$")
+_CALLS = "raised RuntimeError: the ranks call different collectives: rank "
 _FRAME = re.compile(r'  File "(?P<file>[^"]+)", line \d+, in ')
 _USER_FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in .*\n(?:    (?P<code>.*))?'
@@ -94,6 +95,7 @@ def tell(failure: RankFailure, file: str, seconds: float) -> Story:
     if "call different collectives" in text:
         detail = text.split("call different collectives: ", 1)[1].partition("\n")[0]
         others = [f for f in _states(failure) if f"{f.partition(':')[0]} calls" not in detail]
+        others = [f.rpartition("different collectives: ")[2] if _CALLS in f else f for f in others]
         return Story(
             "mismatch",
             "各 rank 调用的集合通信不一致（操作、形状或数据类型不同）。"

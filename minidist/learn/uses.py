@@ -15,7 +15,8 @@ def used(identifier: str, text: str) -> tuple[str, ...]:
 
     `text`: the learner's file; nothing is used when it is not valid Python.
     """
-    found = _reached(identifier, text)[0]
+    found, nodes = _reached(identifier, text)
+    found &= {getattr(n, "name", "") for n in nodes}
     others = (t for t in strip.all_tasks().values() if t.id != identifier)
     file = strip.all_tasks()[identifier].file
     return tuple(t.id for t in others if t.file == file and found & set(t.names))
