@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 2. DDP: 数据分布式并行 | Distributed Data Parallel
+# # 2. DDP: 分布式数据并行 | Distributed Data Parallel
 
 # %% [markdown]
 # <div lang="zh">
@@ -20,7 +20,7 @@
 #
 # **时间**：约 2 小时。**对应文档**：第 2 节（2.1 原理、2.2 关键特性、2.3 局限性）。**先读**：第 0 章（进程组与集合通信）；会写 PyTorch 训练循环。
 #
-# **练习**：`minidist check 2`。只看中文：在任意单元格运行 `%lang zh`。
+# **练习**：先 `minidist start-exercises my-exercises`，在那里写；检查用 `minidist check 2 --src my-exercises`。只看中文：在任意单元格运行 `%lang zh`。
 #
 # </div>
 #
@@ -30,7 +30,7 @@
 #
 # **Time**: about 2 hours. **Follows** section 2 of the document (2.1 principle, 2.2 key features, 2.3 limits). **Before this**: chapter 0 (process groups, collectives); you can write a PyTorch training loop.
 #
-# **Exercises**: `minidist check 2`. English only: run `%lang en` in any cell.
+# **Exercises**: `minidist start-exercises my-exercises` makes a copy to write in; `minidist check 2 --src my-exercises` checks it. English only: run `%lang en` in any cell.
 #
 # </div>
 
@@ -52,7 +52,7 @@ from minidist.train.data import TextBatches, load_tokens
 # 每张卡（这里是每个进程，称为一个 **rank**）都有一份完整的模型副本，只是各自读不同的数据：
 #
 # 1. 各自前向、反向，得到**自己那部分数据**的梯度；
-# 2. 用一次**全规约（all-reduce）**把梯度换成所有 rank 的平均；
+# 2. 用一次**全归约（all-reduce）**把梯度换成所有 rank 的平均；
 # 3. 各自用这个平均梯度更新自己的副本。
 #
 # 起点相同，每步加上的更新也相同，所以副本永远相同。没有人分发参数，也没有主节点，同步完全靠第 2 步。
@@ -123,7 +123,7 @@ print(f"{config.parameters:,} parameters in {len(list(reference_model.parameters
 print("loss:", *(f"{loss:.3f}" for loss in reference))
 
 # %% [markdown]
-# ### 出错在先：忘了同步 | First the mistake: no synchronisation
+# ### 先犯个错：忘了同步 | First the mistake: no synchronisation
 
 # %% [markdown]
 # <div lang="zh">
@@ -256,7 +256,7 @@ figures.loss_curves({"one process": reference, "4 ranks": global_loss}, "one pro
 # %% [markdown]
 # <div lang="zh">
 #
-# 正确了，快不快？每次集合通信都有固定开销（**延迟 latency**）再加上与字节数成正比的时间（**带宽 bandwidth**）。我们的 rank 都在同一台机器上，几乎没有延迟。为了看到真实网络上的差别，下面的 `Network` **模拟**一条慢网线：每条消息在收发两端排队，花 `latency + 字节数 / bandwidth`，数据本身仍然真的传过去。表里两种时间都会给出。计时用 2 个 rank：rank 比核多的时候，量到的主要是抢核。
+# 正确了，快不快？每次集合通信都有固定开销（**延迟 latency**）再加上与字节数成正比的时间（**带宽 bandwidth**）。我们的 rank 都在同一台机器上，几乎没有延迟。为了看到真实网络上的差别，下面的 `Network` **模拟**一条慢网线：每条消息在收发两端排队，花费 `latency + 字节数 / bandwidth` 的时间，数据本身仍然真的传过去。表里两种时间都会给出。计时用 2 个 rank：rank 比核多的时候，量到的主要是抢核。
 #
 # </div>
 #
@@ -363,7 +363,7 @@ report(per_parameter)
 #
 # <div lang="en">
 #
-# Lay all gradients end to end in one one-dimensional buffer, send it with a single all-reduce, copy them back. This is the noun of `minidist/parallel/flat.py`, on which ZeRO and FSDP are built as well.
+# Lay all gradients end to end in one one-dimensional buffer, send it with a single all-reduce, copy them back. `minidist/parallel/flat.py` is made for such buffers, and ZeRO and FSDP are built on them as well.
 #
 # **Predict**: 53 messages become 1. Do the **bytes** go up, go down, or stay?
 #
@@ -607,13 +607,55 @@ for cap in (1, 64 * 1024, 256 * 1024, 4 * 2**20):
 # %% [markdown]
 # <div lang="zh">
 #
-# 时间每次运行都会有出入，但形状不变：两头慢，中间快。PyTorch 的默认值是 25 MB，第一个桶只有 1 MB，好让网络早点忙起来。
+# 时间每次运行都会有出入，但规律不变：两头慢，中间快。PyTorch 的默认值是 25 MB，第一个桶只有 1 MB，好让网络早点忙起来。
 #
 # </div>
 #
 # <div lang="en">
 #
 # The times vary from run to run, the shape does not: slow at both ends, fast in the middle. PyTorch's default is 25 MB, with a first bucket of only 1 MB to get the network busy early.
+#
+# </div>
+
+# %% [markdown]
+# ### 桶要按编号的顺序发 | Buckets leave in order of their number
+
+# %% [markdown]
+# <div lang="zh">
+#
+# 上面的代码还有一个漏洞。集合通信不看名字，只看次序：各 rank 的第 k 次 all-reduce 加在一起。如果一个模型在不同 rank 上使用各层的次序不同（按数据选分支的模型就会这样），先满的桶也就不同。下面两个桶一样大，rank 1 上碰巧是桶 1 先满。
+#
+# **先猜**：正确的平均值是 1.5 和 10.5。会报错、会死等，还是得到别的数？
+#
+# </div>
+#
+# <div lang="en">
+#
+# There is still a hole in the code above. Collectives go by order, not by name: the k-th all-reduce of each rank is added to the k-th of the others. When ranks use the layers of a model in different orders (a model that picks a branch by its data does), other buckets fill first. Below are two buckets of the same size, and on rank 1 bucket 1 happens to be full first.
+#
+# **Predict**: the right means are 1.5 and 10.5. Will there be an error, a wait for ever, or other numbers?
+#
+# </div>
+
+# %%
+# %%ranks 2
+full = [torch.full((3,), 1.0 + rank), torch.full((3,), 10.0 + rank)]   # buckets 0 and 1
+order = [0, 1] if rank == 0 else [1, 0]                   # in which order they became full
+works = [coll.all_reduce(full[i], "mean", async_op=True) for i in order]
+for work in works:
+    work.wait()
+print("bucket 0:", full[0].tolist(), " bucket 1:", full[1].tolist())
+
+# %% [markdown]
+# <div lang="zh">
+#
+# 全是 6，没有任何报错：rank 0 的桶 0 和 rank 1 的桶 1 加到了一起。所以桶必须严格按 0, 1, 2, … 的顺序发：先满的桶等前面的桶，前面的一发出，后面已经满了的就跟着发出。练习 2.4 就写这个。
+#
+# </div>
+#
+# <div lang="en">
+#
+# Everything is 6, and nothing complains: bucket 0 of rank 0 was added to bucket 1 of rank 1. So buckets must leave strictly in the order 0, 1, 2, ...: one that is full early waits for those before it, and follows as soon as they are out. Exercise 2.4 is about writing this.
 #
 # </div>
 
@@ -651,7 +693,7 @@ print(inspect.getsource(ddp._Backward.launch_full_buckets))
 # | 倒序装桶 | 第一次反向只观察，按 rank 0 上梯度实际到达的次序重新装桶 | 定义次序与使用次序不一致的模型，重叠效果变差 |
 # | `torch.cat` 再除 | 一次 `torch.mul(grad, 1/N, out=桶里的位置)`，`.grad` 就是桶的视图 | 每步多拷贝一遍全部梯度 |
 # | 假设种子相同 | 构造时检查形状一致，再广播 rank 0 的参数和缓冲区 | 起点不同，副本永远不同 |
-# | 假设每个参数都有梯度 | `find_unused_parameters`；没有它，就在**所有** rank 上报错并点名 | 桶永远不满，程序挂起 |
+# | 假设每个参数都有梯度 | `find_unused_parameters`；没有它，就在**所有** rank 上报错并点名 | 桶永远不满，从不发出：出错，或者用了上一步的旧梯度 |
 # | 每次反向都平均 | `no_sync()` | 梯度累积时通信量成倍增加（见 2.2） |
 # | 不管 BatchNorm | `broadcast_buffers`：每次前向后统一为 rank 0 的缓冲区 | 各 rank 的统计量各走各的 |
 #
@@ -669,7 +711,7 @@ print(inspect.getsource(ddp._Backward.launch_full_buckets))
 # | buckets in reverse order | the first backward only watches, then buckets are rebuilt in the order in which gradients arrived on rank 0 | poor overlap when a model uses its parts in another order than it defines them |
 # | `torch.cat`, then divide | one `torch.mul(grad, 1/N, out=place in the bucket)`, and `.grad` is a view of the bucket | one more copy of all gradients per step |
 # | trusts the seeds | checks shapes at construction, then broadcasts rank 0's parameters and buffers | different starts, different replicas for ever |
-# | trusts that every parameter has a gradient | `find_unused_parameters`; without it an error on **all** ranks that names the parameter | a bucket never fills, the program hangs |
+# | trusts that every parameter has a gradient | `find_unused_parameters`; without it an error on **all** ranks that names the parameter | a bucket never fills and never leaves: an error, or last step's gradient |
 # | averages in every backward | `no_sync()` | gradient accumulation sends several times as much (see 2.2) |
 # | ignores BatchNorm | `broadcast_buffers`: after each forward all take rank 0's buffers | every rank keeps statistics of its own |
 #
@@ -711,13 +753,13 @@ figures.loss_curves(curves, "one process");
 # %% [markdown]
 # <div lang="zh">
 #
-# 有的模型在某些步里不用某个分支。我们手写的版本会永远等下去（它的桶不满）。`md.DDP` 则在所有 rank 上报错，并说出是哪个参数：
+# 有的模型在某些步里不用某个分支。它的桶永远不满，也就从没发出。我们手写的版本如果在第一步就遇到，会停在 `finish` 里（`AttributeError`：没有 `work` 可等）；如果前面的步用到过这个分支，就更糟：`finish` 再次拿到**上一步**的结果，不报错，只是算错。`md.DDP` 则在所有 rank 上报错，并说出是哪个参数：
 #
 # </div>
 #
 # <div lang="en">
 #
-# Some models skip a branch in some steps. Our own version would wait for ever (the bucket never fills). `md.DDP` raises on all ranks and names the parameter:
+# Some models skip a branch in some steps. Its bucket never fills and so never leaves. If that happens in the first step, our own version stops in `finish` (`AttributeError`: there is no `work` to wait for). If earlier steps did use the branch, it is worse: `finish` finds the result of the **last** step again, nothing complains, and the gradient is wrong. `md.DDP` raises on all ranks and names the parameter:
 #
 # </div>
 
@@ -876,11 +918,15 @@ for step in range(3):
 # %% [markdown]
 # <div lang="zh">
 #
+# （236,929 是 236,928 个梯度加上 1 个标志：`md.DDP` 在最后一个桶的末尾多带一个数，好让所有 rank 都知道有没有哪个 rank 这一步不寻常，例如有参数没用到。）
+#
 # 修法：让所有 rank 步数相同（`DistributedSampler` 就保证这一点，见下），或者在数据真的不均匀时用 `with model.join():`，提前结束的 rank 会用零梯度陪着别人走完。
 #
 # </div>
 #
 # <div lang="en">
+#
+# (236,929 is 236,928 gradients and 1 flag: `md.DDP` lets one more number travel at the end of the last bucket, so that all ranks learn whether this step was unusual on any of them, with an unused parameter for instance.)
 #
 # The remedy: give all ranks the same number of steps (`DistributedSampler` guarantees it, see below), or, when data really are uneven, use `with model.join():`; ranks that finish early then answer the others with zeros to the end.
 #
@@ -1225,7 +1271,7 @@ for card, gigabytes in (("24 GB", 24), ("80 GB", 80)):
 #
 # **延伸阅读**：Li et al. 2020, *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*，3.2 节（桶与重叠）、第 4 节；Goyal et al. 2017, *Accurate, Large Minibatch SGD*，2.1、2.2 节（线性缩放与预热）；Vogels et al. 2019, *PowerSGD*；Patarasuk & Yuan 2009（环形 all-reduce）。
 #
-# **练习**：`minidist check 2`（在 `exercises/` 里）。**下一章**：模型并行。
+# **练习**：第 2 组，`minidist check 2 --src my-exercises`。**下一章**：模型并行。
 #
 # </div>
 #
@@ -1240,6 +1286,6 @@ for card, gigabytes in (("24 GB", 24), ("80 GB", 80)):
 #
 # **Further reading**: Li et al. 2020, *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, sections 3.2 (buckets and overlap) and 4; Goyal et al. 2017, *Accurate, Large Minibatch SGD*, sections 2.1 and 2.2 (linear scaling, warm-up); Vogels et al. 2019, *PowerSGD*; Patarasuk & Yuan 2009 (ring all-reduce).
 #
-# **Exercises**: `minidist check 2` (in `exercises/`). **Next**: model parallel.
+# **Exercises**: set 2, `minidist check 2 --src my-exercises`. **Next**: model parallel.
 #
 # </div>
