@@ -20,7 +20,7 @@
 #
 # **时间**：约 2 小时。**对应文档**：基础篇《分布式训练基础概念》全文。**先读**：会写 PyTorch 训练循环即可，不需要 GPU，也不需要任何分布式经验。
 #
-# **练习**：`minidist check 0`。只看中文：在任意单元格运行 `%lang zh`。
+# **练习**：在终端运行 `minidist start-exercises my-exercises` 领一份，写好后用 `minidist check 0 --src my-exercises` 检查。只看中文：在任意单元格运行 `%lang zh`。
 #
 # </div>
 #
@@ -30,7 +30,7 @@
 #
 # **Time**: about 2 hours. **Follows** the whole document on foundations. **Before this**: you can write a PyTorch training loop; no GPU and no experience with several processes is needed.
 #
-# **Exercises**: `minidist check 0`. English only: run `%lang en` in any cell.
+# **Exercises**: in a terminal, `minidist start-exercises my-exercises` makes your copy and `minidist check 0 --src my-exercises` checks it. English only: run `%lang en` in any cell.
 #
 # </div>
 
@@ -62,7 +62,9 @@ from minidist.learn import claims, figures
 # | world size | 一共几个进程 |
 # | 进程组 process group | 能互相通信的一组进程 |
 #
-# `%%ranks 4` 让一个单元格在 4 个真实的进程里同时运行。**先猜**：下面的 `x` 在 4 个进程里会打印出几个不同的值？
+# `%%ranks 4` 让一个单元格在 4 个真实的进程里同时运行。这样的单元格里有现成的 `rank`、`world_size`、`torch` 和 `dist`；它用到的笔记本里的值和函数会一起送过去。（笔记本自己没有 `rank`。更多用法：`%%ranks?`。）
+#
+# **先猜**：下面的 `x` 在 4 个进程里会打印出几个不同的值？
 #
 # </div>
 #
@@ -82,7 +84,9 @@ from minidist.learn import claims, figures
 # | world size | how many there are |
 # | process group | processes that can talk to each other |
 #
-# `%%ranks 4` runs a cell in 4 real processes at once. **Predict**: how many different values of `x` will the 4 processes print?
+# `%%ranks 4` runs a cell in 4 real processes at once. In such a cell `rank`, `world_size`, `torch` and `dist` are given; values and functions of the notebook that it uses are sent along. (In the notebook itself there is no `rank`. All options: `%%ranks?`.)
+#
+# **Predict**: how many different values of `x` will the 4 processes print?
 #
 # </div>
 
@@ -91,11 +95,8 @@ x = torch.tensor([1.0])
 
 # %%
 # %%ranks 4
-import os
-
 x += rank                                  # every process changes its own copy
 print(f"rank {rank} of {world_size}: x = {x.item()}")
-pids = {os.getpid()}
 
 # %%
 x        # and here in the notebook?
@@ -130,7 +131,7 @@ if rank == 1:
 #
 # 每个 rank 把一块数据交给右邻居、从左邻居收一块。看起来很自然的写法：先发，再收。
 #
-# **先猜**：会发生什么？
+# **先猜**：会发生什么？（耐心等一下：minidist 要过几秒才敢断定。）
 #
 # </div>
 #
@@ -138,7 +139,7 @@ if rank == 1:
 #
 # Every rank hands a piece of data to its right neighbour and takes one from the left. The natural way to write it: send, then receive.
 #
-# **Predict**: what will happen?
+# **Predict**: what will happen? (Be patient: minidist waits some seconds before it is sure.)
 #
 # </div>
 
@@ -152,7 +153,7 @@ coll.recv(theirs, left)
 # %% [markdown]
 # <div lang="zh">
 #
-# **死锁（deadlock）**：`send` 要等对方来收，而对方也在 `send` 里等。谁都没错，凑在一起谁也走不动。错误信息里能看到 4 个 rank 都停在同一行。（有的通信库会把小消息先存进缓冲区，于是侥幸成功，数据一变大才卡住，这样的错更难找。）
+# **死锁（deadlock）**：`send` 要等对方来收，而对方也在 `send` 里等。单看哪个 rank 都没错，凑在一起谁也走不动。错误信息里能看到 4 个 rank 都停在同一行；方括号里依次是：在等哪个 rank、多大的张量、第几次（从 0 数起；这里数的是发给同一个 rank 的消息，集合通信则数组里的第几次；所有 rank 组成的组编号是 0）、等了多久。（有的通信库会把小消息先存进缓冲区，于是侥幸成功，消息一变大才卡住，这样的错更难找。在这里，小消息也会卡住。）
 #
 # 修法：用不等待的 `isend` / `irecv`，两个都发起之后再等。
 #
@@ -160,7 +161,7 @@ coll.recv(theirs, left)
 #
 # <div lang="en">
 #
-# A **deadlock**: `send` waits for the other side to receive, and the other side is waiting in its own `send`. Nobody did anything wrong, together they are stuck. The message shows all 4 ranks at the same line. (Some libraries put small messages into a buffer and get through by luck, until there are more data; then it is harder to find.)
+# A **deadlock**: `send` waits for the other side to receive, and the other side is waiting in its own `send`. No rank is wrong by itself; together they are stuck. The message shows all 4 ranks at the same line. The brackets say which rank it waits for, how large the tensor is, the how-manyth such call this is (counted from 0: of messages to the same rank, or of collectives in a group; group 0 is all ranks), and for how long it has waited. (Some libraries put small messages into a buffer and get through by luck, until a message is larger; that is harder to find. Here small ones get stuck as well.)
 #
 # The remedy: `isend` and `irecv`, which do not wait; start both, then wait.
 #
@@ -185,9 +186,9 @@ print(f"from my left neighbour: {swap(mine, theirs)[0].item():.0f}")
 # %% [markdown]
 # <div lang="zh">
 #
-# 文档给了三个理由：模型太大、数据太多、时间等不起。我们把数算一遍。
+# 文档给了三个理由：模型太大、数据太多、时间等不起。数据多，例如 GPT-3 的 3000 亿个 token 约是 1.2 TB 文本（每个 token 约 4 字节）。另外两条，我们把数算一遍。
 #
-# 训练时，每个参数不只占参数本身：混合精度 + Adam 要 2（参数）+ 2（梯度）+ 12（fp32 主副本、动量、方差）= **16 字节**。计算量约为 6 × 参数 × token 次浮点运算（重算前向时约 8）。
+# 训练时，每个参数不只占参数本身：混合精度 + Adam 要 2（参数）+ 2（梯度）+ 12（fp32 主副本、动量、方差）= **16 字节**。计算量约为 6 × 参数 × token 次浮点运算；放不下激活值时，反向要把前向**再算一遍**（重算），约 8 倍。下面按 8 算。
 #
 # **先猜**：1750 亿参数的 GPT-3，至少要几张 80 GB 的卡才放得下它的模型状态？一张卡要训练多少年？
 #
@@ -195,9 +196,9 @@ print(f"from my left neighbour: {swap(mine, theirs)[0].item():.0f}")
 #
 # <div lang="en">
 #
-# The document gives three reasons: the model is too large, the data are too many, time is too short. Let us do the arithmetic.
+# The document gives three reasons: the model is too large, there is too much data, time is too short. As for data, the 300 billion tokens of GPT-3 are about 1.2 TB of text (some 4 bytes per token). For the other two, let us do the arithmetic.
 #
-# In training a parameter takes more than itself: mixed precision with Adam needs 2 (parameter) + 2 (gradient) + 12 (fp32 master copy, momentum, variance) = **16 bytes**. Compute is about 6 × parameters × tokens floating point operations (8 if the forward is recomputed).
+# In training a parameter takes more than itself: mixed precision with Adam needs 2 (parameter) + 2 (gradient) + 12 (fp32 master copy, momentum, variance) = **16 bytes**. Compute is about 6 × parameters × tokens floating point operations, or 8 if activations do not fit and backward **computes the forward again** (recomputation). The code below counts 8.
 #
 # **Predict**: how many cards of 80 GB does it take at least to hold the model states of GPT-3 with its 175 billion parameters? How many years would one card train?
 #
@@ -252,7 +253,7 @@ print(f"speed-up {speedup:.1f} on 8 machines, efficiency {speedup / 8:.0%}, "
 # %% [markdown]
 # <div lang="zh">
 #
-# 效率 94%，意味着通信、等待、负载不均加在一起，还不到原来时间的 1%。这是很好的成绩，前提是每台机器只有一张卡；如果每台有 8 张，同样的“45 天变 6 天”就只有 12% 的效率了。所以说加速比时要讲清楚：**几张卡，对什么基准**。
+# 效率 94%：毫无损失的话应该是 45/8 ≈ 5.6 天，多出来的 0.4 天是通信、等待和负载不均。这是很好的成绩，前提是每台机器只有一张卡；如果每台有 8 张，同样的“45 天变 6 天”就只有 12% 的效率了。所以说加速比时要讲清楚：**几张卡，对什么基准**。
 #
 # 文档也提醒：通信、同步、负载，哪一环出问题，都可能还不如单卡。我们量一下这台机器：总 batch 不变，分给 1、2、4 个 rank，一个大一点的模型和一个极小的模型。
 #
@@ -262,7 +263,7 @@ print(f"speed-up {speedup:.1f} on 8 machines, efficiency {speedup / 8:.0%}, "
 #
 # <div lang="en">
 #
-# An efficiency of 94% means that communication, waiting and imbalance together cost less than 1% of the original time. That is very good, provided each machine had one card; with 8 cards in each, the same "45 days to 6" would be an efficiency of 12%. So whoever quotes a speed-up should say: **on how many cards, against what**.
+# An efficiency of 94%: without any loss it would have been 45/8 = 5.6 days; communication, waiting and imbalance took 0.4 of the 6. That is very good, provided each machine had one card; with 8 cards in each, the same "45 days to 6" would be an efficiency of 12%. So whoever quotes a speed-up should say: **on how many cards, against what**.
 #
 # The document also warns that with bad communication, synchronisation or balance it may be slower than one card. Let us measure this machine: the same total batch on 1, 2 and 4 ranks, for a larger model and a tiny one.
 #
@@ -297,7 +298,7 @@ figures.scaling_curves(seconds);
 # %% [markdown]
 # <div lang="zh">
 #
-# 这份输出来自一台两核的机器，所以到 2 个 rank 为止才有真正的加速（你的机器核多，会更好看）；极小的模型分得越开越慢，因为一次通信比全部计算还贵。分布式不是免费的：**算得够多，传得够少**，才划算。
+# 这份输出来自一台两核的机器，所以 2 个 rank 以内才有真正的加速（你的机器核多，会更好看）；极小的模型分得越开越慢，因为一次通信比全部计算还贵。分布式不是免费的：**算得够多，传得够少**，才划算。
 #
 # </div>
 #
@@ -349,13 +350,13 @@ figures.scaling_curves(seconds);
 # %% [markdown]
 # <div lang="zh">
 #
-# **集合通信（collective）** 是一组 rank 一起完成的一次数据交换：每个 rank 都要调用，次序相同。本课程只用到六种。rank r 的初始数据是 `[r, 10+r, 20+r, 30+r]`，看它们各变成什么：
+# **集合通信（collective）** 是一组 rank 一起完成的一次数据交换：每个 rank 都要调用，次序相同。常用的就是下面五种（all-to-all 本课程的策略用不到，专家并行会用）。rank r 的初始数据是 `[r, 10+r, 20+r, 30+r]`，看它们各变成什么（`--out after` 把每个 rank 的 `after` 带回笔记本，成为一个列表）：
 #
 # </div>
 #
 # <div lang="en">
 #
-# A **collective** is an exchange of data that a group of ranks makes together: every rank must call it, in the same order. This course needs six. Rank r starts with `[r, 10+r, 20+r, 30+r]`; see what becomes of it:
+# A **collective** is an exchange of data that a group of ranks makes together: every rank must call it, in the same order. The usual five follow (the strategies of this course do without all-to-all; expert parallelism needs it). Rank r starts with `[r, 10+r, 20+r, 30+r]`; see what becomes of it (`--out after` brings every rank's `after` back to the notebook, as a list):
 #
 # </div>
 
@@ -385,8 +386,8 @@ for name in after[0]:
 # | all-reduce | 求和，人人都得到整个结果 | DDP 的梯度；张量并行 |
 # | reduce-scatter | 求和，每人只得到自己那一段 | ZeRO、FSDP 的梯度 |
 # | all-gather | 每人一段，拼成整份，人人都有 | ZeRO、FSDP 的参数 |
-# | all-to-all | 每人给每人一段 | 直接交换、专家并行 |
-# | send / recv | 点对点 | 流水线 |
+# | all-to-all | 每人给每人一段 | 专家并行（MoE；本课程不涉及） |
+# | （send / recv） | 点对点，不是集合通信 | 流水线 |
 #
 # 一条值得记住的等式：**all-reduce = reduce-scatter + all-gather**。DDP、ZeRO、FSDP 的差别，几乎就在于把这两半放在什么时候做。
 #
@@ -400,8 +401,8 @@ for name in after[0]:
 # | all-reduce | add up, everybody gets the whole result | DDP's gradients; tensor parallel |
 # | reduce-scatter | add up, everybody gets their own part | gradients in ZeRO and FSDP |
 # | all-gather | everybody's part, put together, for all | parameters in ZeRO and FSDP |
-# | all-to-all | from everybody a part for everybody | direct exchange, expert parallel |
-# | send / recv | point-to-point | pipelines |
+# | all-to-all | from everybody a part for everybody | expert parallel (MoE; not in this course) |
+# | (send / recv) | point-to-point, no collective | pipelines |
 #
 # One equation worth remembering: **all-reduce = reduce-scatter + all-gather**. DDP, ZeRO and FSDP differ in little more than when they do these two halves.
 #
@@ -439,7 +440,8 @@ for name in after[0]:
 
 # %%
 def ring_all_reduce(chunks, show=lambda chunks: None):
-    n = len(chunks)
+    n = world_size
+    assert len(chunks) == n, f"{n} ranks need {n} chunks, got {len(chunks)}"
     show(chunks)
     for k in range(n - 1):                                 # reduce-scatter
         out, into = (rank - k) % n, (rank - k - 1) % n
@@ -454,48 +456,48 @@ def ring_all_reduce(chunks, show=lambda chunks: None):
 # %%
 # %%ranks 4 --out rounds
 rounds = []
-chunks = [torch.tensor(10**rank) for _ in range(4)]
+chunks = [torch.tensor(10**rank) for _ in range(world_size)]
 with md.measure(memory=False, timeline=False) as m:
     ring_all_reduce(chunks, show=lambda now: rounds.append([int(c) for c in now]))
 print(f"{m.traffic['send'].calls} chunks sent")
 
 # %%
 for k in range(len(rounds[0])):
-    phase = "start" if k == 0 else "reduce-scatter" if k < 4 else "all-gather"
+    phase = "start" if k == 0 else "reduce-scatter" if k < len(rounds) else "all-gather"
     print(f"{k} {phase:<15}", "  ".join(f"rank {r}: {rounds[r][k]}" for r in range(2)))
 
 # %% [markdown]
 # <div lang="zh">
 #
-# （只显示 rank 0 和 1。）2(N−1) = 6 轮，每轮 1/N 的数据，所以每个 rank 发送 **2(N−1)/N** 份数据，与 N 几乎无关：这就是环的妙处。
+# （只显示 rank 0 和 1。）2(N−1) = 6 轮，每轮 1/N 的数据，所以每个 rank 发送的是数据的 **2(N−1)/N** 倍，与 N 几乎无关：这就是环的妙处。
 #
-# 还有别的算法。`minidist/comm/algorithms.py` 里是四种，都只用 send/recv 写成：
+# 还有别的算法。`minidist/comm/algorithms.py` 里是四种，都只用 send/recv 写成（B 是数据的字节数）：
 #
 # | 算法 | 轮数 | 最忙的 rank 发送 |
 # |---|---|---|
-# | central 集中（参数服务器） | 2 | (N−1)·B |
+# | central 集中（参数服务器）：一个 rank 收齐、求和、发回 | 2 | (N−1)·B |
 # | tree 树 | 2·log₂N | log₂N·B |
 # | ring 环 | 2(N−1) | 2(N−1)/N·B |
 # | direct 直接 | 2 | 2(N−1)/N·B，但同时与所有人通信 |
 #
-# **先猜**：小消息和大消息，谁更快？
+# **先猜**：小消息和大消息，谁更快？（`--fast` 关掉刚才发现死锁的那些检查，只给算法本身计时；为此要启动新的 rank，之前的变量就没有了。）
 #
 # </div>
 #
 # <div lang="en">
 #
-# (Only ranks 0 and 1 are shown.) 2(N−1) = 6 rounds of 1/N of the data each, so every rank sends **2(N−1)/N** copies, almost independent of N: that is the beauty of the ring.
+# (Only ranks 0 and 1 are shown.) 2(N−1) = 6 rounds of 1/N of the data each, so every rank sends **2(N−1)/N** times its data, almost independent of N: that is the beauty of the ring.
 #
-# There are other algorithms. `minidist/comm/algorithms.py` has four, all written from send and receive:
+# There are other algorithms. `minidist/comm/algorithms.py` has four, all written from send and receive (B: the bytes of the data):
 #
 # | algorithm | rounds | the busiest rank sends |
 # |---|---|---|
-# | central (a parameter server) | 2 | (N−1)·B |
+# | central (a parameter server): one rank collects, adds and sends back | 2 | (N−1)·B |
 # | tree | 2·log₂N | log₂N·B |
 # | ring | 2(N−1) | 2(N−1)/N·B |
 # | direct | 2 | 2(N−1)/N·B, but to everybody at once |
 #
-# **Predict**: which is fastest for a small message, and for a large one?
+# **Predict**: which is fastest for a small message, and for a large one? (`--fast` leaves out the checks that found the deadlock, so that only the algorithm is timed; that needs new ranks, without the earlier variables.)
 #
 # </div>
 
@@ -532,13 +534,13 @@ for name in ALL_REDUCE:
 # %% [markdown]
 # <div lang="zh">
 #
-# 字节数与公式分毫不差；时间在同一台机器的内存里测得，差别不大，且每次不同。换成真实网络，用“轮数 × 延迟 + 字节 ÷ 带宽”来看 64 张卡（每轮 10 微秒，每秒 50 GB）：
+# 字节数与公式分毫不差。时间不能当真：4 个进程挤在两个核上，走的是内存，每次都不同，而且每条消息都要切换一次进程。central 和 tree 总共只有 6 条消息，ring 和 direct 有 24 条，所以在这里更慢，数据小时尤其明显。换成真实网络，用“轮数 × 延迟 + 字节 ÷ 带宽”来看 64 张卡（每轮 10 微秒，每秒 50 GB）：
 #
 # </div>
 #
 # <div lang="en">
 #
-# The bytes are exactly those of the formula; the times are those of one machine's memory, do not differ much, and change from run to run. On a real network, "rounds × latency + bytes ÷ bandwidth" for 64 cards (10 µs per round, 50 GB per second) gives:
+# The bytes are exactly those of the formula. The times are those of one machine's memory, where 4 ranks share two cores: they change from run to run, and every message costs a switch. Central and tree send 6 messages in all, ring and direct 24, which makes these slower here, above all for small data. On a real network, "rounds × latency + bytes ÷ bandwidth" for 64 cards (10 µs per round, 50 GB per second) gives:
 #
 # </div>
 
@@ -559,13 +561,13 @@ set_legend(ax)
 # %% [markdown]
 # <div lang="zh">
 #
-# 小消息看轮数：树比环快得多。大消息看字节：环和直接远胜集中式和树。（direct 在图上最好，但它要求每张卡同时与 63 张卡直连，只在节点内或小规模时现实。）NCCL 正是按大小在环与树之间切换。这也是 DDP 要分桶的原因（第 2 章）。
+# 小消息看轮数：central 和 direct（2 轮）最快，tree（12 轮）其次，ring（126 轮）最慢。大消息看字节：ring 和 direct 远胜 central 和 tree。central 的中心要应付另外 63 张卡，消息大到约 45 kB 就不如 tree 了。（direct 在图上最好，但它要求每张卡同时与 63 张卡直连，只在节点内或小规模时现实。）NCCL 正是按大小在环与树之间切换。这也是 DDP 要分桶的原因（第 2 章）。
 #
 # </div>
 #
 # <div lang="en">
 #
-# Small messages are about rounds: the tree is far ahead of the ring. Large ones are about bytes: ring and direct leave central and tree behind. (Direct looks best here, but needs every card connected to 63 others at once, which is realistic inside a node or at small scale.) NCCL switches between ring and tree by size. It is also why DDP uses buckets (chapter 2).
+# Small messages are about rounds: central and direct (2) are first, the tree (12) follows, the ring (126) is last. Large ones are about bytes: ring and direct leave central and tree behind. Central's root has to serve 63 others, so from about 45 kB on even the tree beats it. (Direct looks best here, but needs every card connected to 63 others at once, which is realistic inside a node or at small scale.) NCCL switches between ring and tree by size. It is also why DDP uses buckets (chapter 2).
 #
 # </div>
 
@@ -607,7 +609,8 @@ data, target = make_data()
 whole, mine = make_model(), make_model()
 loss_fn(whole(data), target).backward()                     # all 64 at once
 
-rows = slice(16 * rank, 16 * rank + 16)                     # my 16 samples
+n = 64 // world_size
+rows = slice(n * rank, n * rank + n)                        # my 16 samples
 loss_fn(mine(data[rows]), target[rows]).backward()
 alone = mine[0].weight.grad.clone()
 for p in mine.parameters():
@@ -616,8 +619,8 @@ for p in mine.parameters():
 def apart(a, b):
     return ((a - b).norm() / b.norm()).item()
 
-print(f"my 16 alone: off by {apart(alone, whole[0].weight.grad):.0%}; "
-      f"mean of 4 x 16: off by {apart(mine[0].weight.grad, whole[0].weight.grad):.0e}")
+print(f"my {n} alone: off by {apart(alone, whole[0].weight.grad):.0%}; "
+      f"mean of {world_size} x {n}: off by {apart(mine[0].weight.grad, whole[0].weight.grad):.0e}")
 
 # %% [markdown]
 # ### 文档的 DDP 代码 | The document's DDP sketch
@@ -625,17 +628,37 @@ print(f"my 16 alone: off by {apart(alone, whole[0].weight.grad):.0%}; "
 # %% [markdown]
 # <div lang="zh">
 #
-# 文档的示意代码是：初始化进程组 → 用 DDP 包住模型 → 照常写循环（前向、损失、反向、更新）。照搬到我们这里只需把 `nccl` 换成 CPU 上的 `gloo`（`%%ranks` 已经初始化好了），把 `torch` 的 DDP 换成 `md.DDP`。
+# 文档的示意代码先初始化进程组，再用 DDP 包住模型，循环照常写：
 #
-# 不过那段循环里**少了一行**。**先猜**：是哪一行？少了它，损失曲线会怎样？
+# ```python
+# model = DDP(model)
+# for data, target in dataloader:
+#     loss = loss_fn(model(data), target)
+#     loss.backward()
+#     optimizer.step()
+# ```
+#
+# 照搬到我们这里只需把 `nccl` 换成 CPU 上的 `gloo`（`%%ranks` 已经初始化好了），把 `torch` 的 DDP 换成 `md.DDP`。
+#
+# 不过这段循环里**少了一行**。**先猜**：是哪一行？少了它，损失曲线会怎样？
 #
 # </div>
 #
 # <div lang="en">
 #
-# The document's sketch: initialise the process group → wrap the model in DDP → write the loop as always (forward, loss, backward, step). To run it here, `nccl` becomes `gloo` on CPUs (`%%ranks` has initialised it), and torch's DDP becomes `md.DDP`.
+# The document's sketch initialises the process group and wraps the model in DDP; the loop is as always:
 #
-# But that loop **lacks a line**. **Predict**: which one, and what does the loss curve look like without it?
+# ```python
+# model = DDP(model)
+# for data, target in dataloader:
+#     loss = loss_fn(model(data), target)
+#     loss.backward()
+#     optimizer.step()
+# ```
+#
+# To run it here, `nccl` becomes `gloo` on CPUs (`%%ranks` has initialised it), and torch's DDP becomes `md.DDP`.
+#
+# But this loop **lacks a line**. **Predict**: which one, and what does the loss curve look like without it?
 #
 # </div>
 
@@ -645,9 +668,9 @@ def train(zero_grad, steps=30):
     model = md.DDP(make_model())                            # as in the sketch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data, target = make_data()
-    losses = []
+    n, losses = 64 // world_size, []
+    rows = slice(n * rank, n * rank + n)
     for step in range(steps):
-        rows = slice(16 * rank, 16 * rank + 16)
         loss = loss_fn(model(data[rows]), target[rows])
         loss.backward()
         optimizer.step()
@@ -679,7 +702,7 @@ figures.loss_curves({"one process": reference(), **{name: mean_over_ranks(losses
 # %% [markdown]
 # <div lang="zh">
 #
-# 少的是 `optimizer.zero_grad()`：梯度一步步累加，更新越走越偏（这不是分布式的错，单进程也一样）。补上之后，4 个 rank 与单进程完全重合。此外真正的脚本还需要：
+# 少的是 `optimizer.zero_grad()`。梯度只加不清，等于动量系数为 1：一开始降得更快，随后来回震荡，停不下来（这不是分布式的错，单进程也一样）。补上之后，4 个 rank 与单进程完全重合。此外真正的脚本还需要：
 #
 # - `local_rank` 从 `torchrun` 设的环境变量 `LOCAL_RANK` 来，并先 `torch.cuda.set_device(local_rank)`；
 # - `DistributedSampler`，否则每张卡读的是**同样的**数据；
@@ -689,7 +712,7 @@ figures.loss_curves({"one process": reference(), **{name: mean_over_ranks(losses
 #
 # <div lang="en">
 #
-# `optimizer.zero_grad()` is missing: gradients pile up and the updates go astray (no fault of distribution, one process does the same). With it 4 ranks lie exactly on the single process. A real script needs more:
+# `optimizer.zero_grad()` is missing. Gradients only pile up, which is momentum with a coefficient of 1: faster at first, then the loss swings to and fro and never settles (no fault of distribution, one process does the same). With it 4 ranks lie exactly on the single process. A real script needs more:
 #
 # - `local_rank` comes from the environment variable `LOCAL_RANK` that `torchrun` sets, and `torch.cuda.set_device(local_rank)` comes first;
 # - a `DistributedSampler`, or all cards read the **same** data;
@@ -698,18 +721,18 @@ figures.loss_curves({"one process": reference(), **{name: mean_over_ranks(losses
 # </div>
 
 # %% [markdown]
-# ### batch 变大，收敛变慢？ | A larger batch converges more slowly?
+# ### 大 batch 配大学习率？ | A larger batch, a larger learning rate?
 
 # %% [markdown]
 # <div lang="zh">
 #
-# 文档说 batch 太大收敛会变慢，于是“线性缩放”：卡数翻倍，学习率也调大。准确地说：同样多的数据，大 batch 走的**步数**少了，每步又只走平均梯度的长度。第 2 章做了完整的实验，结论如下（这里现场重测）：
+# 文档说 batch 太大收敛会变慢，于是“线性缩放”：卡数翻倍，学习率也调大。准确地说：同样多的数据，大 batch 走的**步数**少了，每一步却仍然只走一个平均梯度那么远。第 2 章做了完整的实验，结论如下（这里现场重测）：
 #
 # </div>
 #
 # <div lang="en">
 #
-# The document says that it does, and answers with "linear scaling": twice the cards, a larger learning rate. To be exact: for the same data a large batch makes fewer **steps**, and each goes only as far as a mean gradient. Chapter 2 has the whole experiment; the verdict, measured again here:
+# The document says that a large batch converges more slowly, and answers with "linear scaling": twice the cards, a larger learning rate. To be exact: for the same data a large batch makes fewer **steps**, and each still goes only as far as a mean gradient. Chapter 2 has the whole experiment; the verdict, measured again here:
 #
 # </div>
 
@@ -795,13 +818,13 @@ print(f"same gradients: {same}; sent {m.traffic.sent_bytes // 4:,} numbers; "
 # %% [markdown]
 # <div lang="zh">
 #
-# 各传 8 × 1024 个数，而一层有一百多万个权重：数据并行要传的是**权重的梯度**。所以文档说“模型并行的通信量比数据并行大得多”，要看是哪种模型并行：
+# 各传 8 × 1024 个数，而一层有一百多万个权重：数据并行要传的是**权重的梯度**。所以文档说“模型并行的通信量比数据并行大得多”，要看是哪种模型并行（下面的 h 是模型宽度）：
 #
 # </div>
 #
 # <div lang="en">
 #
-# 8 × 1024 numbers each way, while a layer has more than a million weights, and data parallelism sends the **gradients of weights**. So the document's "model parallelism communicates much more than data parallelism" depends on which kind is meant:
+# 8 × 1024 numbers each way, while a layer has more than a million weights, and data parallelism sends the **gradients of weights**. So the document's "model parallelism communicates much more than data parallelism" depends on which kind is meant (h below is the width of the model):
 #
 # </div>
 
@@ -811,7 +834,7 @@ claims.show("d")
 # %% [markdown]
 # <div lang="zh">
 #
-# 文档建议用 NVLink 或 InfiniBand，对**张量并行**是对的：它每层都通信，而且计算必须等。看看同样 64 MB 的激活值，在不同连线上要多久：
+# 文档建议用 NVLink 或 InfiniBand，对**张量并行**是对的：它每层都通信，而且计算必须等。看看同样 64 MB 的激活值，在不同的互连上要多久：
 #
 # </div>
 #
@@ -857,10 +880,9 @@ pipeline = md.Pipeline(stages[rank], schedule="naive", microbatches=4, loss_fn=m
 pipeline.step(inputs, targets)
 with md.measure(memory=False, traffic=False) as m:
     loss = pipeline.step(inputs, targets)
-print("my layers:", " ".join(sorted({name.split(".")[0] + "." + name.split(".")[1]
-                                     if name.startswith("blocks") else name.split(".")[0]
-                                     for name, _ in pipeline.named_parameters()})))
-lines, loss = m.timeline, None if loss is None else loss.item()
+print("my layers:", *stages[rank].layer_names)
+lines = m.timeline
+loss = None if loss is None else loss.item()             # only the last stage knows it
 
 # %%
 config = md.GPTConfig(seq=32, width=64, layers=8)
@@ -874,13 +896,13 @@ figures.gantt(md.schedule("naive", 4, 4).simulate(f=1, b=2).slots,
 # %% [markdown]
 # <div lang="zh">
 #
-# 一张。其余四分之三的时间都在等（上图是实测，下图是计划；数字是微批次编号）。怎样让它们同时忙起来，是第 3 章的主题：GPipe、1F1B、交错调度。
+# 一张。每张卡都有四分之三的时间在等（上图是实测，下图是计划；数字是微批次编号。计划假设反向是前向的两倍长，这么小的模型并不守这个规矩）。怎样让它们同时忙起来，是第 3 章的主题：GPipe、1F1B、交错调度。
 #
 # </div>
 #
 # <div lang="en">
 #
-# One. Three quarters of the time are spent waiting (above as measured, below as planned; the numbers are micro-batches). How to keep all of them busy is the subject of chapter 3: GPipe, 1F1B, interleaving.
+# One. Each card waits three quarters of the time (above as measured, below as planned; the numbers are micro-batches; the plan assumes a backward of twice the forward, and a model this small does not keep to that). How to keep all of them busy is the subject of chapter 3: GPipe, 1F1B, interleaving.
 #
 # </div>
 
@@ -896,11 +918,11 @@ figures.gantt(md.schedule("naive", 4, 4).simulate(f=1, b=2).slots,
 # |---|---|---|
 # | 层间模型并行：按层切，解决显存 | 流水线并行（pipeline, PP） | 模型，按层 |
 # | 层内数据并行：每层内部多卡并行 | 张量并行（tensor, TP） | 模型，层内的矩阵。叫“数据并行”容易误会：各卡算的是同一批数据 |
-# | 流水线并行：微批次同时在不同阶段 | 流水线的**调度**（GPipe、1F1B） | 不再切，是让第一条不空转的办法 |
+# | 流水线并行：微批次同时在不同阶段 | 流水线的**调度**（GPipe、1F1B） | 不再切模型，是让第一行的各阶段不空转的办法 |
 #
 # 再加上**数据并行（DP）**，就是所谓 3D 并行。卡排成一个网格（mesh），每个维度一种并行。4 个 rank 摆成 dp=2 × pp=2：
 #
-# **先猜**：rank 1 与谁在同一个流水线里，与谁交换梯度？
+# **先猜**：rank 1 与谁在同一条流水线上，与谁交换梯度？
 #
 # </div>
 #
@@ -912,7 +934,7 @@ figures.gantt(md.schedule("naive", 4, 4).simulate(f=1, b=2).slots,
 # |---|---|---|
 # | inter-layer model parallel: cut by layers, for memory | pipeline parallel (PP) | the model, by layers |
 # | intra-layer "data parallel": several cards inside each layer | tensor parallel (TP) | the model, matrices inside layers. "Data parallel" is misleading here: all cards compute on the same data |
-# | pipeline parallel: micro-batches in different stages at once | the **schedule** of the pipeline (GPipe, 1F1B) | nothing more; it keeps the first one from idling |
+# | pipeline parallel: micro-batches in different stages at once | the **schedule** of the pipeline (GPipe, 1F1B) | nothing more is cut; it keeps the stages of the first row from idling |
 #
 # With **data parallel (DP)** this is called 3D parallelism. Cards form a grid (mesh), one dimension for each kind. 4 ranks as dp=2 × pp=2:
 #
@@ -976,7 +998,7 @@ figures.loss_curves({"one process": one_process(), "dp 2 x pp 2": hybrid}, "one 
 #
 # - 分布式训练 = 切模型、切数据、合结果；进程之间只有消息。
 # - 大模型放不下（16 字节/参数），也等不起；但通信、等待、不均衡会吃掉收益，说效率时讲清基准。
-# - send/recv 之上是集合通信；all-reduce = reduce-scatter + all-gather；环发 2(N−1)/N 份，树的轮数少。
+# - send/recv 之上是集合通信；all-reduce = reduce-scatter + all-gather；环发数据的 2(N−1)/N 倍，树的轮数少。
 # - 数据并行传梯度；流水线传激活值（最少）；张量并行每层都传（多，而且要等）。
 # - 示意代码跑起来之前，先和单进程对照：少一行 `zero_grad()` 或 `super().__init__()`，肉眼很难发现。
 #
@@ -992,7 +1014,7 @@ figures.loss_curves({"one process": one_process(), "dp 2 x pp 2": hybrid}, "one 
 #
 # - Distributed training = cut the model, cut the data, combine the results; between processes there are only messages.
 # - Large models do not fit (16 bytes per parameter) and take too long; but communication, waiting and imbalance eat into the gain, so say what an efficiency refers to.
-# - On send and receive rest the collectives; all-reduce = reduce-scatter + all-gather; the ring sends 2(N−1)/N copies, the tree needs fewer rounds.
+# - Collectives are built from send and receive; all-reduce = reduce-scatter + all-gather; the ring sends 2(N−1)/N times its data, the tree needs fewer rounds.
 # - Data parallel sends gradients; a pipeline sends activations (least of all); tensor parallel sends in every layer (much, and compute waits).
 # - Before trusting a sketch, compare it with one process: a missing `zero_grad()` or `super().__init__()` is hard to see.
 #
@@ -1018,28 +1040,39 @@ figures.loss_curves({"one process": one_process(), "dp 2 x pp 2": hybrid}, "one 
 # | 核（函数） | kernel /ˈkɜːrnl/ | 在 GPU 上运行的一个函数 |
 # | 动量 | momentum /məˈmentəm/ | 优化器里梯度的滑动平均 |
 # | 方差 | variance | Adam 里梯度平方的滑动平均 |
+# | 主副本 | master copy | 16 位训练时另存的 32 位参数 |
 # | 优化器状态 | optimizer states | 动量、方差、fp32 主副本等 |
 # | 激活值 | activations | 前向算出、反向要用的中间结果 |
 # | 进程组 | process group | 一起通信的进程 |
 # | 编号 / 总数 | rank / world size | 进程的编号和个数 |
 # | 节点 | node | 一台机器 |
+# | 网格 | mesh | 排成几维的 rank，每维一种并行 |
 # | 点对点 | point-to-point (P2P) | send / recv |
 # | 集合通信 | collective | 一组进程共同完成的通信 |
 # | 广播 | broadcast | 一份数据给所有人 |
-# | 全规约 | all-reduce | 求和，人人得到结果 |
-# | 规约分散 | reduce-scatter | 求和，各得一段 |
+# | 全归约 | all-reduce | 求和，人人得到结果 |
+# | 归约散发 | reduce-scatter | 求和，各得一段 |
 # | 全收集 | all-gather | 各出一段，人人得到整份 |
 # | 全交换 | all-to-all | 每人给每人一段 |
 # | 延迟 / 带宽 | latency / bandwidth | 每条消息的固定时间 / 每秒字节数 |
 # | 死锁 | deadlock | 互相等待，谁也走不了 |
 # | 掉队者 | straggler | 拖慢所有人的那个 rank |
-# | 数据并行 | data parallel (DP) | 每个 rank 完整模型、不同数据 |
+# | 关键路径 | critical path | 决定总时间的那一串前后相依的操作 |
+# | 数据并行 | data parallel (DP) | 每个 rank 一份完整模型，各读不同的数据 |
 # | 模型并行 | model parallel | 模型切到多个 rank |
 # | 张量并行 | tensor parallel (TP) | 切层内的矩阵 |
+# | 部分和 | partial sum | 大小完整、还要与其他 rank 相加的结果 |
 # | 序列并行 | sequence parallel (SP) | TP 之外的部分按序列切 |
-# | 流水线并行 | pipeline parallel (PP) | 按层切成阶段（stage） |
+# | 专家并行 | expert parallel (EP) | MoE 模型的各个专家放在不同 rank 上 |
+# | 流水线并行 | pipeline parallel (PP) | 按层切成阶段 |
+# | 阶段 | stage | 流水线的一段：连续的几层 |
 # | 微批次 | micro-batch | batch 再切成的小份 |
+# | 调度 | schedule | 每个 rank 做前向和反向的次序 |
 # | 气泡 | bubble | 流水线里空等的时间 |
+# | 在途 | in flight | 已做前向、还没做反向的微批次 |
+# | 热身 | warm-up | 1F1B 里第一个反向之前的前向 |
+# | 交错 | interleaved | 每个 rank 放几段不相邻的层的调度 |
+# | 零气泡 | zero-bubble | 用权重梯度填气泡的调度 |
 # | 桶 | bucket | 一起发送的一组梯度 |
 # | 分片 | shard | 一个 rank 保管的那一份 |
 # | 扁平缓冲区 | flat buffer | 首尾相接放着多个张量的一维数组 |
@@ -1058,33 +1091,44 @@ figures.loss_curves({"one process": one_process(), "dp 2 x pp 2": hybrid}, "one 
 # | English | 中文 | meaning |
 # |---|---|---|
 # | parameter /pəˈræmɪtər/ | 参数 | a number that training learns |
-# | gradient /ˈɡreɪdiənt/ | 梯度 | derivative of the loss by the parameters |
+# | gradient /ˈɡreɪdiənt/ | 梯度 | derivative of the loss with respect to the parameters |
 # | tensor /ˈtensər/ | 张量 | array of several dimensions |
 # | kernel /ˈkɜːrnl/ | 核（函数） | one function that runs on a GPU |
 # | momentum /məˈmentəm/ | 动量 | running mean of gradients in the optimizer |
 # | variance | 方差 | running mean of squared gradients in Adam |
+# | master copy | 主副本 | 32-bit parameters kept beside 16-bit ones |
 # | optimizer states | 优化器状态 | momentum, variance, fp32 master copy |
 # | activations | 激活值 | results of forward that backward needs |
 # | process group | 进程组 | processes that communicate together |
 # | rank / world size | 编号 / 总数 | number of a process / how many there are |
 # | node | 节点 | one machine |
+# | mesh | 网格 | ranks in a grid, one kind of parallelism per dimension |
 # | point-to-point (P2P) | 点对点 | send / recv |
 # | collective | 集合通信 | communication that a group makes together |
 # | broadcast | 广播 | one rank's data for all |
-# | all-reduce | 全规约 | add up, everybody has the result |
-# | reduce-scatter | 规约分散 | add up, everybody has a part |
+# | all-reduce | 全归约 | add up, everybody has the result |
+# | reduce-scatter | 归约散发 | add up, everybody has a part |
 # | all-gather | 全收集 | everybody gives a part, all have the whole |
 # | all-to-all | 全交换 | from everybody a part for everybody |
 # | latency / bandwidth | 延迟 / 带宽 | fixed time per message / bytes per second |
-# | deadlock | 死锁 | waiting for each other, for ever |
+# | deadlock | 死锁 | waiting for each other, forever |
 # | straggler | 掉队者 | the rank that slows all others down |
+# | critical path | 关键路径 | the chain of steps, each waiting for the one before, that sets the total time |
 # | data parallel (DP) | 数据并行 | whole model on each rank, different data |
 # | model parallel | 模型并行 | the model is cut over ranks |
 # | tensor parallel (TP) | 张量并行 | matrices inside layers are cut |
+# | partial sum | 部分和 | a full-size result still to be added up over ranks |
 # | sequence parallel (SP) | 序列并行 | what TP leaves whole is cut along the sequence |
+# | expert parallel (EP) | 专家并行 | the experts of an MoE model are on different ranks |
 # | pipeline parallel (PP) | 流水线并行 | cut by layers into stages |
+# | stage | 阶段 | a part of a pipeline: some consecutive layers |
 # | micro-batch | 微批次 | a piece of a batch |
+# | schedule | 调度 | the order of forwards and backwards on each rank |
 # | bubble | 气泡 | idle time in a pipeline |
+# | in flight | 在途 | micro-batches after their forward and before their backward |
+# | warm-up (of a pipeline) | 热身 | in 1F1B, the forwards before the first backward |
+# | interleaved | 交错 | a schedule with several chunks of layers, not neighbours, per rank |
+# | zero-bubble | 零气泡 | a schedule that fills the bubble with weight gradients |
 # | bucket | 桶 | gradients that travel together |
 # | shard | 分片 | the part that one rank keeps |
 # | flat buffer | 扁平缓冲区 | one-dimensional array of several tensors end to end |
@@ -1093,7 +1137,7 @@ figures.loss_curves({"one process": one_process(), "dp 2 x pp 2": hybrid}, "one 
 # | recomputation / activation checkpointing | 重算 | do not keep activations, compute them again |
 # | mixed precision | 混合精度 | 16-bit compute, 32-bit master copy |
 # | gradient accumulation | 梯度累积 | add gradients of micro-batches, then update |
-# | warm-up | 预热 | raise the learning rate from small to large |
+# | warm-up (of the learning rate) | 预热 | raise it from small to large |
 # | linear scaling | 线性缩放 | learning rate in proportion to the batch |
 #
 # </div>

@@ -290,7 +290,7 @@ def loss_curves(
                 (abs(a - b) / max(abs(b), 1e-12) for a, b in zip(values, base, strict=True)),
                 default=0.0,
             )
-            text = f"{name} ({label('differs by', '相差')} {worst:.1g})"
+            text = f"{name} ({label(f'differs by {worst:.1g}', f'相差 {worst:.1g}')})"
         width = 1.2 + 4.0 * (len(losses) - i - 1) / max(len(losses) - 1, 1)
         ax.plot(range(1, len(values) + 1), values, color=LINE_COLORS[i % len(LINE_COLORS)],
                 linewidth=width, label=text, solid_capstyle="round")  # fmt: skip
