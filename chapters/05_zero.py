@@ -59,7 +59,7 @@ from minidist.train.model import Block
 #
 # <div lang="en">
 #
-# ZeRO (Zero Redundancy Optimizer) is a paper of Microsoft's from 2020, DeepSpeed its implementation. Its aim is FSDP's: of the N identical states of data parallel training, keep one. The difference is that ZeRO does so in three stages, so that you can cut just the largest part.
+# ZeRO (Zero Redundancy Optimizer) is a 2020 paper from Microsoft; DeepSpeed is its implementation. Its aim is FSDP's: of the N identical states of data parallel training, keep one. The difference is that ZeRO does so in three stages, so that you can cut just the largest part.
 #
 # Which part is the largest? Large models train in **mixed precision**: parameters and gradients have 16 bits, but updates are made in 32 (for the reason see the end of 5.2).
 #
@@ -114,7 +114,7 @@ print("bytes per parameter:", *(f"{kind} {value:.2f} " for kind, value in alone.
 # %% [markdown]
 # <div lang="zh">
 #
-# 先在 fp32 里写，好与单进程逐位比较；混合精度放到后面。`train` 留了一个口子：`prepare(model)` 返回一个函数，在 `backward()` 之后做**全部**剩下的事（同步、更新、清零）。阶段 0 到 3，就是四个不同的 `prepare`。
+# 先用 fp32 写，好与单进程对照（只差加法次序，1e-7）；混合精度放到后面。`train` 留了一个口子：`prepare(model)` 返回一个函数，在 `backward()` 之后做**全部**剩下的事（同步、更新、清零）。阶段 0 到 3，就是四个不同的 `prepare`。
 #
 # `flatten` 和第 2、4 章一样：全部参数成为一个缓冲区的视图，全部梯度成为另一个的视图，都补零到 N 的倍数。
 #
@@ -122,9 +122,9 @@ print("bytes per parameter:", *(f"{kind} {value:.2f} " for kind, value in alone.
 #
 # <div lang="en">
 #
-# We write in fp32 first, so that numbers can be compared with one process; mixed precision comes later. `train` leaves one opening: `prepare(model)` returns a function that does **everything** that is left after `backward()` (synchronise, update, clear). Stages 0 to 3 are four different `prepare`s.
+# We write in fp32 first, so that numbers can be compared with one process (they differ by the order of additions only, 1e-7); mixed precision comes later. `train` leaves one opening: `prepare(model)` returns a function that does **everything** that is left after `backward()` (synchronise, update, clear). Stages 0 to 3 are four different `prepare`s.
 #
-# `flatten` is that of chapters 2 and 4: all parameters become views of one buffer, all gradients views of another, both padded to a multiple of N.
+# `flatten` does what chapters 2 and 4 did: all parameters become views of one buffer, all gradients views of another, both padded to a multiple of N.
 #
 # </div>
 
@@ -313,7 +313,7 @@ results["stage_1"] = compare(stage_1)
 #
 # 平均之后，每个 rank 的梯度只有四分之一有用，另外四分之三可以扔。但要真正省下内存，不能等反向结束：那时完整的梯度已经占过内存了。所以要像第 2 章那样分**桶**：一个桶（这里是一层）的梯度一到齐，就 reduce-scatter，留下自己那片，扔掉其余的。
 #
-# **先猜**：fp32、4 个 rank，完整的梯度是 4 字节/参数。阶段 2 的梯度峰值会是 1（四分之一）、比 1 多一些，还是接近 4？
+# **先猜**：fp32、4 个 rank，完整的梯度是 4 字节/参数。阶段 2 的梯度峰值会是 1（四分之一）、2 左右，还是接近 4？
 #
 # </div>
 #
@@ -321,7 +321,7 @@ results["stage_1"] = compare(stage_1)
 #
 # Once averaged, a quarter of the gradients is of use to a rank and three quarters can go. But to save memory in earnest you cannot wait for the end of backward: by then the whole gradients have been there. So they go into **buckets** as in chapter 2: as soon as the gradients of a bucket (here: a layer) are complete, reduce-scatter it, keep your piece, throw the rest away.
 #
-# **Predict**: in fp32 on 4 ranks the whole gradients are 4 bytes per parameter. Will the gradient peak of stage 2 be 1 (a quarter), a little more than 1, or close to 4?
+# **Predict**: in fp32 on 4 ranks the whole gradients are 4 bytes per parameter. Will the gradient peak of stage 2 be 1 (a quarter), around 2, or close to 4?
 #
 # </div>
 
@@ -347,7 +347,7 @@ class Bucket:
         for p, place in zip(self.params, views(flat, self.params)):
             place.copy_(p.grad)
             p.grad = None
-        self.shard.grad = torch.empty_like(self.shard)
+        self.shard.grad = md.measure.tag(torch.empty_like(self.shard), "gradients")
         coll.reduce_scatter(self.shard.grad, flat, "mean")   # my quarter stays, `flat` goes
 
 # %%
@@ -369,13 +369,13 @@ results["stage_2"] = compare(stage_2)
 # %% [markdown]
 # <div lang="zh">
 #
-# 比 1 多一些：四分之一，加上正在装的那个桶。桶越小，多出来的越少（为什么 ZeRO-2 的峰值有时反而超过 ZeRO-1，后面会看到）。通信不变：本来就要 reduce-scatter，现在只是早一点、分几次发。
+# 2 左右：四分之一，加上正在归约的那一层，而且是**两份**（各参数的 `grad` 和拼起来的 `flat`）。桶越小，多出来的越少（ZeRO-2 什么时候不比 ZeRO-1 省，后面会看到）。通信不变：本来就要 reduce-scatter，现在只是早一点、分几次发。
 #
 # </div>
 #
 # <div lang="en">
 #
-# A little more than 1: a quarter, and the bucket that is being filled. Smaller buckets, less on top (why ZeRO-2's peak can even exceed ZeRO-1's we will see below). Communication stays the same: the reduce-scatter was needed anyway, it now leaves earlier and in several parts.
+# Around 2: a quarter, and the layer that is being reduced, **twice** (the `grad` of each parameter, and `flat` in which they are put together). Smaller buckets, less on top (when ZeRO-2 saves nothing over ZeRO-1 we will see below). Communication stays the same: the reduce-scatter was needed anyway, it now leaves earlier and in several parts.
 #
 # </div>
 
@@ -463,18 +463,18 @@ figures.traffic_bars({name: results[0][name]["sent"] for name in shown},
 # %% [markdown]
 # <div lang="zh">
 #
-# 四条曲线与单进程重合，内存一档比一档少，都落在公式（黑线）上，只有阶段 2、3 多出正在用的那一层。通信：前三档都是 1.5 份，阶段 3 是 2.25 份，即 DDP 的 **1.5 倍**。所以文档的“+1.5×”应读作“×1.5”，也就是 **+50%**：参数多收集一次。
+# 四条曲线与单进程重合，内存一档比一档少，都落在公式（黑线）上，只有阶段 2、3 多出正在用的那一层（它的梯度是两份）。（每条把参数、梯度、优化器各自的峰值加在一起，这些峰值不一定在同一时刻。）通信：前三档都是 1.5 份，阶段 3 是 2.25 份，即 DDP 的 **1.5 倍**。所以文档的“+1.5×”应读作“×1.5”，也就是 **+50%**：参数多收集一次。
 #
 # </div>
 #
 # <div lang="en">
 #
-# Four curves on top of the single process; memory falls from stage to stage and ends at the formula (black line), with the layer in use on top in stages 2 and 3. Communication: 1.5 copies for the first three, 2.25 for stage 3, which is **1.5 times** DDP's. So the document's "+1.5×" should read "×1.5", that is **+50%**: parameters are gathered once more.
+# Four curves on top of the single process; memory falls from stage to stage and ends at the formula (black line), with the layer in use on top in stages 2 and 3 (its gradients twice). (A bar adds up each kind's own peak; these need not come at the same moment.) Communication: 1.5 copies for the first three, 2.25 for stage 3, which is **1.5 times** DDP's. So the document's "+1.5×" should read "×1.5", that is **+50%**: parameters are gathered once more.
 #
 # </div>
 
 # %% [markdown]
-# ### 出错在先：有一层没用到 | A mistake: a layer that one rank did not use
+# ### 先错一次：有一个 rank 没用到某一层 | A mistake: a layer that one rank did not use
 
 # %% [markdown]
 # <div lang="zh">
@@ -513,7 +513,7 @@ skipping_step(model, stage_2(model), rank)
 # %% [markdown]
 # <div lang="zh">
 #
-# 看最后一行：rank 0～2 在归约 49984 个数的一层，rank 3 已经到了只有 17408 个数的词嵌入（`MINIDIST_DEBUG=1` 让各 rank 在每次通信之前先比对；不打开它，收到的字节数不对，进程会直接崩溃）。
+# 看 `First difference` 那一行：rank 0～2 在归约 49984 个数的一层，rank 3 已经到了只有 17408 个数的词嵌入（`MINIDIST_DEBUG=1` 让各 rank 在每次通信之前先比对；不打开它，收到的字节数不对，进程会直接崩溃）。
 #
 # 更可怕的是**没有**报错的那一步：rank 3 少了第 2 层，于是别人的第 2 层和它的第 1 层**大小相同**，已经被悄悄加在一起了。
 #
@@ -523,7 +523,7 @@ skipping_step(model, stage_2(model), rank)
 #
 # <div lang="en">
 #
-# Look at the last line: ranks 0 to 2 reduce a layer of 49984 numbers while rank 3 has arrived at the embedding with its 17408 (`MINIDIST_DEBUG=1` lets the ranks compare notes before every call; without it the number of bytes that arrive is wrong, and the process crashes).
+# Look at the line `First difference`: ranks 0 to 2 reduce a layer of 49984 numbers while rank 3 has arrived at the embedding with its 17408 (`MINIDIST_DEBUG=1` lets the ranks compare notes before every call; without it the number of bytes that arrive is wrong, and the process crashes).
 #
 # Worse is the step that did **not** complain: rank 3 skipped layer 2, so the others' layer 2 met its layer 1, **of the same size**, and the two have silently been added up.
 #
@@ -557,13 +557,13 @@ print(inspect.getsource(ZeroOptimizer._reduce))
 # |---|---|---|
 # | 桶装满就发 | 按编号依次发（`self._next`）；反向结束时把没装满的也发掉 | 上面那个错误 |
 # | 收到之前不往下走 | 异步发出，反向继续；阶段 2 同时只有一个在路上 | 通信全露在外面；在路上的太多，内存又回来了 |
-# | 每次新建 `flat` | 几块缓冲区轮流用 | 缺页中断 |
+# | 释放的内存每次还给系统 | 让进程留住释放的内存（`tune_process`） | 反复缺页：系统要把每一页重新清零 |
 # | 一层一桶 | 25 MB 一桶，按反向次序装 | 小层太碎，大层太大 |
 # | 一组超参数 | 每个参数组各自分桶，学习率随调度器变 | 偏置也被加了权重衰减 |
 # | fp32 | `master_dtype`、`reduce_dtype` | 见下面“32 位主副本” |
 # | — | `no_sync`、`clip_grad_norm_`、完整与分片的存盘、冻结参数 | 训练脚本跑不起来 |
 #
-# 阶段 3 在 minidist 里就是 `md.FSDP`。一个开关选择全部五种：
+# 阶段 3 在 minidist 里就是 `md.FSDP`。一个开关选择全部这些：
 #
 # </div>
 #
@@ -573,13 +573,13 @@ print(inspect.getsource(ZeroOptimizer._reduce))
 # |---|---|---|
 # | a full bucket leaves | buckets leave in order of their number (`self._next`); at the end of backward also those that are not full | the mistake above |
 # | waits for the result at once | sends asynchronously while backward goes on; in stage 2 only one at a time is under way | all communication is exposed; or, with too many under way, the memory is back |
-# | a new `flat` every time | a few buffers go round | page faults |
+# | gives freed memory back to the system every time | the process keeps freed memory (`tune_process`) | page faults over and over: the system clears every page again |
 # | one bucket per layer | buckets of 25 MB in backward order | small layers make crumbs, large ones lumps |
 # | one set of options | buckets per parameter group, learning rates follow the scheduler | weight decay on biases |
 # | fp32 | `master_dtype`, `reduce_dtype` | see "32-bit masters" below |
 # | — | `no_sync`, `clip_grad_norm_`, full and sharded state dicts, frozen parameters | no real training script runs |
 #
-# Stage 3 is `md.FSDP` in minidist. One switch chooses among all five:
+# Stage 3 is `md.FSDP` in minidist. One switch chooses among all of them:
 #
 # </div>
 
@@ -661,7 +661,7 @@ from minidist.plan.costs import Layout
 from minidist.plan.dryrun import dry_run
 
 KIND = {1: "zero1", 2: "zero2", 3: "fsdp"}
-bars = {"DDP": alone}
+bars = {"one process (= DDP)": alone}
 print("saving      N=4 measured   N=8 dry run   N=64 dry run   N to infinity, formula")
 for stage in (1, 2, 3):
     bars[f"ZeRO-{stage}, N=4"] = measured[0][stage]
@@ -671,20 +671,20 @@ for stage in (1, 2, 3):
     limit = 16 / sum(formulas.state_bytes(1, stage, 1e12).values())
     print(f"ZeRO-{stage}: {row[0]:>12.2f} {row[1]:>13.2f} {row[2]:>14.2f}",
           f"{limit:>15.2f}" if stage < 3 else "              N")
-figures.memory_bars(bars, {"DDP": 16} | {f"ZeRO-{k}, N=4": sum(formulas.state_bytes(1, k, 4).values())
+figures.memory_bars(bars, {"one process (= DDP)": 16} | {f"ZeRO-{k}, N=4": sum(formulas.state_bytes(1, k, 4).values())
                                          for k in (1, 2, 3)},
                     title="bytes per parameter between backward and step");
 
 # %% [markdown]
 # <div lang="zh">
 #
-# 干跑里跑的是同一份 `ZeroOptimizer` 和 `FSDP` 代码，只是张量没有数据（第 4 章）。4× 和 8× 是 N 趋于无穷的**极限**，而且以混合精度的 16 字节为前提：一台 8 卡的机器上是 2.9× 和 4.3×，64 张卡才有 3.8× 和 7.2×。只有阶段 3 真的与 N 成正比（它的 4 字节分法不同：`md.FSDP` 的分片本身就是 fp32 主副本，所以参数 1、梯度 1、优化器 2）。纯 fp32（4 + 4 + 8）时极限更低：ZeRO-1 是 2×，ZeRO-2 是 4×。
+# 干跑里跑的是同一份 `ZeroOptimizer` 和 `FSDP` 代码，只是张量没有数据（第 4 章）。4× 和 8× 是 N 趋于无穷的**极限**，而且以混合精度的 16 字节为前提：一台 8 卡的机器上是 2.9× 和 4.3×，64 张卡才有 3.8× 和 7.2×。只有阶段 3 真的与 N 成正比（63.4 而不是 64，是因为补零，模型这么小才看得出来；它的 4 字节分法不同：`md.FSDP` 的分片本身就是 fp32 主副本，所以参数 1、梯度 1、优化器 2）。纯 fp32（4 + 4 + 8）时极限更低：ZeRO-1 是 2×，ZeRO-2 是 4×。
 #
 # </div>
 #
 # <div lang="en">
 #
-# The dry run executes the same code of `ZeroOptimizer` and `FSDP`, with tensors that hold no data (chapter 4). 4× and 8× are **limits** as N goes to infinity, and they presuppose the 16 bytes of mixed precision: a machine of 8 cards gets 2.9× and 4.3×, and it takes 64 cards for 3.8× and 7.2×. Only stage 3 is truly proportional to N (its 4 bytes are divided in another way: the shard of `md.FSDP` is the fp32 master itself, hence 1 for parameters, 1 for gradients, 2 for the optimizer). In pure fp32 (4 + 4 + 8) the limits are lower: 2× for ZeRO-1, 4× for ZeRO-2.
+# The dry run executes the same code of `ZeroOptimizer` and `FSDP`, with tensors that hold no data (chapter 4). 4× and 8× are **limits** as N goes to infinity, and they presuppose the 16 bytes of mixed precision: a machine of 8 cards gets 2.9× and 4.3×, and it takes 64 cards for 3.8× and 7.2×. Only stage 3 is truly proportional to N (63.4 and not 64: padding, which shows in a model this small; its 4 bytes are divided in another way: the shard of `md.FSDP` is the fp32 master itself, hence 1 for parameters, 1 for gradients, 2 for the optimizer). In pure fp32 (4 + 4 + 8) the limits are lower: 2× for ZeRO-1, 4× for ZeRO-2.
 #
 # </div>
 
@@ -692,7 +692,7 @@ figures.memory_bars(bars, {"DDP": 16} | {f"ZeRO-{k}, N=4": sum(formulas.state_by
 claims.show("b")
 
 # %% [markdown]
-# ### ZeRO-2 的峰值为什么会超过 ZeRO-1 | Why ZeRO-2's peak can exceed ZeRO-1's
+# ### ZeRO-2 什么时候不比 ZeRO-1 省 | When ZeRO-2 saves nothing
 
 # %% [markdown]
 # <div lang="zh">
@@ -733,7 +733,7 @@ for cap in (25, 0.4, 0.1):
 # %% [markdown]
 # <div lang="zh">
 #
-# 桶比模型还大时，ZeRO-2 **更费**：完整的梯度仍在桶里，外加一份分片（ZeRO-1 就地归约，不需要）。桶小下来，它才显出优势。两者都有接收缓冲区，也随桶变小。
+# 桶比模型还大时，ZeRO-2 **一点也不省**：7 = 完整的梯度 4 + 接收缓冲区 3，两者相同。桶小下来，它才显出优势；接收缓冲区也随桶变小。
 #
 # DeepSpeed 的 `reduce_bucket_size` 默认是 5 亿个元素，bf16 就是 1 GB，重叠时还要几份；模型只有几亿参数时，这比省下的还多。所以：**调小桶，或者干脆用 ZeRO-1**。
 #
@@ -743,7 +743,7 @@ for cap in (25, 0.4, 0.1):
 #
 # <div lang="en">
 #
-# With a bucket larger than the model ZeRO-2 takes **more**: the whole gradients still sit in the bucket, and the shard comes on top (ZeRO-1 reduces in place and needs none). Only with smaller buckets does it show its worth. Both also have a receive buffer, which shrinks with the bucket.
+# With a bucket larger than the model ZeRO-2 saves **nothing**: 7 = the whole gradients 4 + the receive buffers 3, for both. Only with smaller buckets does it show its worth; the receive buffers shrink with the bucket too.
 #
 # DeepSpeed's `reduce_bucket_size` is 500 million elements by default, 1 GB in bf16, several times over with overlap; for a model of a few hundred million parameters that is more than is saved. So: **make buckets smaller, or be content with ZeRO-1**.
 #
@@ -795,7 +795,7 @@ for name, wait in (("every micro-batch", False), ("no_sync", True)):
 # %% [markdown]
 # <div lang="zh">
 #
-# 那 12 字节里的 4 字节，为什么非留不可？bf16 只有 8 位有效数字（约 2～3 位十进制）。
+# 那 12 字节里的 4 字节，为什么非留不可？bf16 的有效位只有 8 个**二进制**位（约 2～3 位十进制）。
 #
 # **先猜**：bf16 里 1 + 0.001 等于多少？训练时一步更新大约是学习率那么大，比如 0.0001。
 #
@@ -803,7 +803,7 @@ for name, wait in (("every micro-batch", False), ("no_sync", True)):
 #
 # <div lang="en">
 #
-# 4 of those 12 bytes are the master copy: why must it stay? bf16 has 8 significant bits (2 to 3 decimal digits).
+# 4 of those 12 bytes are the master copy: why must it stay? bf16 has only 8 significant bits (2 to 3 decimal digits).
 #
 # **Predict**: what is 1 + 0.001 in bf16? In training an update is about as large as the learning rate, say 0.0001.
 #
@@ -838,18 +838,21 @@ results = {"fp32": train_with(torch.float32, None),
 def smooth(values, width=10):
     return [sum(values[i : i + width]) / width for i in range(len(values) - width + 1)]
 
-figures.loss_curves({name: smooth(mean_over_ranks(name)) for name in results[0]}, "fp32");
+figures.loss_curves({name: smooth(mean_over_ranks(name)) for name in results[0]}, "fp32",
+                    title=figures.label("loss, mean of 10 steps", "损失，10 步的平均"));
 
 # %% [markdown]
 # <div lang="zh">
 #
 # 小的更新被四舍五入吞掉了：1 加一千次 0.001 还是 1，训练也明显落后。32 位主副本把小更新攒起来，攒够了才在 16 位参数里显出来，曲线与 fp32 重合。
 #
-# ZeRO 让它几乎免费：主副本也是“只有更新时才用”的状态，只需要自己那一片，每卡 4/N 字节。写法只有两行：
+# ZeRO 让它几乎免费：主副本也是“只有更新时才用”的状态，只需要自己那一片，每卡 4/N 字节。只要几行：
 #
 # ```python
-# shard = torch.nn.Parameter(own(values).float())   # 更新它……
-# own(values).copy_(shard)                          # ……再转回 16 位，然后 all-gather
+# shard = torch.nn.Parameter(own(values).float())
+# shard.grad = mine.float()              # 我这一片的 16 位平均梯度
+# optimizer.step()
+# own(values).copy_(shard.detach())      # 转回 16 位，然后 all-gather
 # ```
 #
 # fp16 还需要**损失缩放（loss scaling）**：梯度太小会变成 0，所以先乘一个大数；溢出就跳过这一步。分片之后，溢出只出现在**一个** rank 的那一片里，必须所有 rank 一起决定跳不跳（`minidist/parallel/scaler.py`）；bf16 的指数范围与 fp32 相同，不需要它。
@@ -860,11 +863,13 @@ figures.loss_curves({name: smooth(mean_over_ranks(name)) for name in results[0]}
 #
 # Small updates are swallowed by rounding: 1 plus a thousand times 0.001 is still 1, and training clearly falls behind. The 32-bit masters save small updates up until they are large enough to show in 16 bits, and the curve is that of fp32.
 #
-# ZeRO makes them nearly free: a master is just another state that only the update needs, so a rank keeps its own piece, 4/N bytes per card. It takes two lines:
+# ZeRO makes them nearly free: a master is just another state that only the update needs, so a rank keeps its own piece, 4/N bytes per card. It takes a few lines:
 #
 # ```python
-# shard = torch.nn.Parameter(own(values).float())   # update this ...
-# own(values).copy_(shard)                          # ... convert back to 16 bits, then all-gather
+# shard = torch.nn.Parameter(own(values).float())
+# shard.grad = mine.float()              # the 16-bit mean gradient of my piece
+# optimizer.step()
+# own(values).copy_(shard.detach())      # back to 16 bits, then all-gather
 # ```
 #
 # fp16 needs **loss scaling** besides: gradients that are too small become 0, so the loss is multiplied by a large number first, and a step that overflows is skipped. With sharded gradients the overflow is in the piece of **one** rank, and all ranks have to decide together whether to skip (`minidist/parallel/scaler.py`). bf16 has the exponents of fp32 and needs none of it.
@@ -877,7 +882,7 @@ figures.loss_curves({name: smooth(mean_over_ranks(name)) for name in results[0]}
 # %% [markdown]
 # <div lang="zh">
 #
-# 大模型训练几乎都要裁剪梯度：范数超过 1 就按比例缩小。可分片以后，每个 rank 只看得到自己那四分之一。
+# 大模型训练几乎都要裁剪梯度：范数超过 1 就按比例缩小。但是分片以后，每个 rank 只看得到自己那四分之一。
 #
 # **先猜**：每个 rank 各自对自己那片调用 `clip_grad_norm_(…, 1.0)`，合起来的梯度范数是多少？方向还对吗？
 #
@@ -927,15 +932,15 @@ for name, clipped in (("own norm", wrong), ("global norm", right)):
 #
 # 各自裁剪：总范数大到 $\sqrt{N}$ = 2 倍，而且各片缩小的比例不同，**方向也变了**（这里四片的范数碰巧相近，所以偏得不多）。不报错，训练也能跑，只是变成了另一个算法，还随卡数而变。正确的做法只多一次 4 字节的通信：平方和 all-reduce，再开方。
 #
-# 两个细节：填充必须是零，否则会混进范数；混合了复制的参数（如张量并行里的 LayerNorm）只能数一次。`md.ZeroOptimizer` 和 `md.FSDP` 都有 `clip_grad_norm_`。不要对它们用 torch 的同名函数：ZeRO 之后 `.grad` 是空的，它会一声不响地返回 0。
+# 两个细节：填充必须是零，否则会混进范数；有的参数在每个 rank 上都有一份（如张量并行里的 LayerNorm），它们只能数一次。`md.ZeroOptimizer` 和 `md.FSDP` 都有 `clip_grad_norm_`。不要对它们用 torch 的同名函数：ZeRO 之后 `.grad` 是空的，它返回 0；在 md.FSDP 上它只看得到这个 rank 的那些片，于是每个 rank 按不同的范数裁剪。两种情况都一声不响。
 #
 # </div>
 #
 # <div lang="en">
 #
-# Clipped one by one, the total norm is $\sqrt{N}$ = 2 times too large, and as every piece shrinks by another factor, **the direction changes too** (not by much here, where the four norms happen to be alike). Nothing complains and training runs; it is just another algorithm, and one that depends on the number of cards. The right way costs one more message of 4 bytes: all-reduce the sum of squares, then take the root.
+# Clipped one by one, the total norm is $\sqrt{N}$ = 2 times too large, and as every piece shrinks by a different factor, **the direction changes too** (not by much here, where the four norms happen to be alike). Nothing complains and training runs; it is just another algorithm, and one that depends on the number of cards. The right way costs one more message of 4 bytes: all-reduce the sum of squares, then take the root.
 #
-# Two details: padding must be zero or it gets into the norm; and parameters that are replicated (a LayerNorm in tensor parallel) must count once. `md.ZeroOptimizer` and `md.FSDP` have a `clip_grad_norm_`. Do not use torch's on them: after ZeRO `.grad` is empty, and it returns 0 without a word.
+# Two details: padding must be zero or it gets into the norm; and parameters that are replicated (a LayerNorm in tensor parallel) must count once. `md.ZeroOptimizer` and `md.FSDP` have a `clip_grad_norm_`. Do not use torch's on them: after ZeRO `.grad` is empty and it returns 0; with md.FSDP it sees this rank's pieces only, and every rank clips by another norm, both without a word.
 #
 # </div>
 
@@ -947,7 +952,13 @@ inputs, targets = batches.at(0, rank, world_size)
 md.loss_fn(model(inputs), targets).backward()
 torchs = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
 ours = optimizer.clip_grad_norm_(1.0).item()
-print(f"torch's function: {torchs:.4f}, optimizer.clip_grad_norm_: {ours:.4f}")
+print(f"ZeRO: torch's function {torchs:.4f}, optimizer.clip_grad_norm_ {ours:.4f}")
+
+model = md.FSDP(md.build_gpt(config), units=[Block])
+md.loss_fn(model(inputs), targets).backward()
+ours = model.clip_grad_norm_(100.0).item()                   # nothing to clip: only the norm
+torchs = torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0).item()
+print(f"FSDP: torch's function {torchs:.4f}, model.clip_grad_norm_ {ours:.4f}")
 
 # %% [markdown]
 # ## 5.3 ZeRO vs FSDP
@@ -955,9 +966,9 @@ print(f"torch's function: {torchs:.4f}, optimizer.clip_grad_norm_: {ours:.4f}")
 # %% [markdown]
 # <div lang="zh">
 #
-# 上面的曲线已经给出了答案：`zero3` 和 `fsdp` 是**同一个算法**，`zero1`、`zero2`、`zero3` 的损失逐位相同。一家人，只是各留了多少：
+# `zero3` 和 `fsdp` 是**同一个算法**。在 minidist 里它们干脆是同一个类的两个名字，所以两条曲线重合不算证据。证据是你自己写的 `stage_3`：它作为 ZeRO 的第三阶段写出来，做的却正是第 4 章的 FSDP；还有 `zero1`、`zero2`、`zero3` 的损失逐位相同。这是一家人，区别只在各自留下什么：
 #
-# | 什么是完整的 | ZeRO | FSDP（文档 4.2） | FSDP2 | minidist |
+# | 每个 rank 上完整的是 | ZeRO | FSDP（文档 4.2） | FSDP2 | minidist |
 # |---|---|---|---|---|
 # | 全部 | 0 | `NO_SHARD` | DDP | `md.DDP` |
 # | 参数、梯度 | 1 | — | — | `md.ZeroOptimizer(stage=1)` |
@@ -975,9 +986,9 @@ print(f"torch's function: {torchs:.4f}, optimizer.clip_grad_norm_: {ours:.4f}")
 #
 # <div lang="en">
 #
-# The curves above have answered it: `zero3` and `fsdp` are **one algorithm**, and the losses of `zero1`, `zero2` and `zero3` are equal to the last bit. One family, whose members differ in what they keep:
+# `zero3` and `fsdp` are **one algorithm**. In minidist they are two names for one class, so that their curves agree proves nothing. The evidence is your own `stage_3`, written as a third ZeRO stage, which does what chapter 4's FSDP does, and the losses of `zero1`, `zero2` and `zero3`, equal to the last bit. One family, whose members differ in what they keep:
 #
-# | what is whole | ZeRO | FSDP (document 4.2) | FSDP2 | minidist |
+# | whole on every rank | ZeRO | FSDP (document 4.2) | FSDP2 | minidist |
 # |---|---|---|---|---|
 # | everything | 0 | `NO_SHARD` | DDP | `md.DDP` |
 # | parameters, gradients | 1 | — | — | `md.ZeroOptimizer(stage=1)` |
@@ -1084,13 +1095,13 @@ if rank == 0:
 # %% [markdown]
 # <div lang="zh">
 #
-# 内存里一个字节也不剩，损失逐位相同。`md.ZeroOptimizer(offload="disk")` 多做两件事：更新之后立刻把页面还给系统（`madvise`，否则读过的页面仍占着内存）；文件没有名字（进程死了也不留垃圾）。
+# 按张量记账，内存里的状态几乎归零，损失逐位相同。`md.ZeroOptimizer(offload="disk")` 多做两件事：更新之后立刻把页面还给系统（`madvise`，否则读过的页面仍占着内存）；文件没有名字（进程死了也不留垃圾）。
 #
 # </div>
 #
 # <div lang="en">
 #
-# Not a byte is left in memory, and the losses are equal bit for bit. `md.ZeroOptimizer(offload="disk")` does two more things: it gives the pages back right after the update (`madvise`; pages that have been read otherwise stay in memory), and its files have no names (nothing is left behind even if the process dies).
+# Counted by tensors, next to nothing of the states is left in memory, and the losses are equal bit for bit. `md.ZeroOptimizer(offload="disk")` does two more things: it gives the pages back right after the update (`madvise`; pages that have been read otherwise stay in memory), and its files have no names (nothing is left behind even if the process dies).
 #
 # </div>
 
@@ -1135,7 +1146,7 @@ for tier, per_parameter, bandwidth in (("CPU over PCIe", 2 + 2, 25e9), ("NVMe di
           f"{moved / bandwidth:4.0f} s")
 
 # %% [markdown]
-# ### 什么在哪里 | What is where
+# ### 什么放在哪里 | What lives where
 
 # %% [markdown]
 # <div lang="zh">
@@ -1147,7 +1158,7 @@ for tier, per_parameter, bandwidth in (("CPU over PCIe", 2 + 2, 25e9), ("NVMe di
 #
 # 问一句“更新在哪里做”就知道少了什么：Adam 在 CPU 上更新，它需要**梯度**，所以梯度分片一定也要到 CPU 去。GPU 上剩下的是：
 #
-# | | GPU 上常驻 | GPU 上临时 | CPU（每参数字节） |
+# | | GPU 上常驻 | GPU 上临时 | CPU（每参数字节，所有 rank 合计；每个 rank 除以 N） |
 # |---|---|---|---|
 # | ZeRO-2 + Offload | 完整的 16 位参数，2 字节/参数 | 正在归约的桶、激活值 | 16：主副本、动量、方差各 4，梯度 4 |
 # | ZeRO-3 + Offload | 几乎没有 | 正在用的层的参数和梯度、激活值 | 18：再加 16 位参数 2 |
@@ -1163,7 +1174,7 @@ for tier, per_parameter, bandwidth in (("CPU over PCIe", 2 + 2, 25e9), ("NVMe di
 #
 # Ask where the update is made, and you see what is missing: Adam runs on the CPU, it needs the **gradients**, so the gradient shard has to go there as well. On the GPU there remain:
 #
-# | | on the GPU all the time | on the GPU for a while | CPU (bytes per parameter) |
+# | | on the GPU all the time | on the GPU for a while | CPU (bytes per parameter, all ranks together; a rank has 1/N) |
 # |---|---|---|---|
 # | ZeRO-2 + Offload | the whole 16-bit parameters, 2 bytes per parameter | the bucket that is being reduced, activations | 16: master, momentum, variance 4 each, gradients 4 |
 # | ZeRO-3 + Offload | next to nothing | parameters and gradients of the layer in use, activations | 18: also the 16-bit parameters, 2 |
@@ -1195,7 +1206,8 @@ claims.show("h")
 # %%
 layer = md.plan.Transformer(layers=40, hidden=5120, heads=40).layer_parameters()
 cpu, gpu = formulas.deepspeed_zero2_bytes(13e9, 1, offload=True)
-print(f"ZeRO-2 + Offload: GPU {gpu / 1e9:5.1f} GB for the parameters alone, does not fit")
+print(f"ZeRO-2 + Offload: GPU {gpu / 1e9:5.1f} GB for the parameters alone, "
+      f"{'fits' if gpu < 24e9 else 'does not fit'}")
 cpu, gpu = formulas.deepspeed_zero3_bytes(13e9, layer, 1, offload=("optimizer", "parameters"))
 print(f"ZeRO-3 + Offload: GPU {gpu / 1e9:5.1f} GB and activations; "
       f"host {13 * 18} GB, with DeepSpeed's buffers {cpu / 1e9:.0f} GB")
@@ -1204,24 +1216,25 @@ plan = md.plan(params=13e9, gpus=1, gpu="rtx4090")
 best = plan.best
 tokens = plan.global_batch * plan.shape.seq / best.total_seconds
 print(f"\nplanner: {best.layout}\nGPU {best.total_bytes / 1e9:.0f} GB, host {best.host_bytes / 1e9:.0f} GB, "
-      f"{tokens:.0f} tokens per second")
+      f"{tokens:.0f} tokens per second; step {best.total_seconds:.0f} s, "
+      f"of which Adam on the CPU {best.seconds['optimizer']:.0f} s")
 print(f"10 million tokens of fine-tuning take {10e6 / tokens / 3600:.1f} hours, "
       f"pre-training on 260 billion {260e9 / tokens / 3600 / 24 / 365:.0f} years")
 
 # %% [markdown]
 # <div lang="zh">
 #
-# 所以文档的说法成立，但要加三个条件：必须是 **ZeRO-3**（ZeRO-2 光参数就要 26 GB），要开激活重算，主机要有**约 240 GB** 内存：卡是消费级的，主机不是。时间上微调可行，预训练不行。
+# 所以文档的说法成立，但要加三个条件：必须是 **ZeRO-3**（ZeRO-2 光参数就要 26 GB），要开激活重算，主机要有**约 240 GB** 内存（DeepSpeed 的估算器连缓冲区一起算，是 351 GB）：卡是消费级的，主机不是。时间上微调可行，预训练不行。
 #
-# 速度为什么还过得去？每步要过 PCIe 的是参数（每次前向、反向各一遍，2 字节/参数）和梯度，批次大了，计算时间远超搬运时间；CPU 上的 Adam 则受内存带宽限制，规划器估计每步约 10 秒。想在 24 GB 上微调又没有大内存，今天更常见的选择是 LoRA / QLoRA：只训练一小部分参数，优化器状态也就小了。
+# 速度为什么还过得去？每步要过 PCIe 的是参数（每次前向、反向各一遍，2 字节/参数）和梯度，批次大了，计算时间远超搬运时间；CPU 上的 Adam 则受内存带宽限制，规划器估计每步约 9 秒。想在 24 GB 上微调又没有大内存，今天更常见的选择是 LoRA / QLoRA：只训练一小部分参数，优化器状态也就小了。
 #
 # </div>
 #
 # <div lang="en">
 #
-# So the document is right, under three conditions: it has to be **ZeRO-3** (for ZeRO-2 the parameters alone are 26 GB), with activation recomputation, on a host with **about 240 GB** of memory: the card is a consumer's, the host is not. The time is fine for fine-tuning and hopeless for pre-training.
+# So the document is right, under three conditions: it has to be **ZeRO-3** (for ZeRO-2 the parameters alone are 26 GB), with activation recomputation, on a host with **about 240 GB** of memory (DeepSpeed's estimator says 351 with its buffers): the card is a consumer's, the host is not. The time is fine for fine-tuning and hopeless for pre-training.
 #
-# Why is it not slower still? What crosses PCIe in a step are the parameters (once for each forward and backward, 2 bytes per parameter) and the gradients; with a large batch compute takes far longer than that. Adam on the CPU is limited by memory bandwidth; the planner reckons with about 10 seconds per step. To fine-tune on 24 GB without so much host memory, the usual choice today is LoRA / QLoRA: few trained parameters, hence small optimizer states.
+# Why is it not slower still? What crosses PCIe in a step are the parameters (once for each forward and backward, 2 bytes per parameter) and the gradients; with a large batch compute takes far longer than that. Adam on the CPU is limited by memory bandwidth; the planner reckons with about 9 seconds per step. To fine-tune on 24 GB without so much host memory, the usual choice today is LoRA / QLoRA: few trained parameters, hence small optimizer states.
 #
 # </div>
 
@@ -1235,7 +1248,7 @@ print(f"10 million tokens of fine-tuning take {10e6 / tokens / 3600:.1f} hours, 
 # - 阶段 1 = reduce-scatter → 更新自己那片 → all-gather；阶段 2 分桶、边反向边归约，梯度只留一片；阶段 3 参数用时收集、用完释放，就是 FSDP。
 # - 损失与单进程相同，三个阶段之间逐位相同。
 # - 4×、8× 是 N → ∞ 的极限：8 张卡是 2.9× 和 4.3×。阶段 3 的通信是 DDP 的 1.5 倍（+50%），不是 +1.5 倍。
-# - 桶比模型大时，ZeRO-2 比 ZeRO-1 更费内存；梯度累积时它每个微批次都要归约。
+# - 桶比模型大时，ZeRO-2 不比 ZeRO-1 省内存；梯度累积时它每个微批次都要归约。
 # - 主副本用 32 位，只存一片；裁剪用全局范数；溢出要一起决定；每个 rank 每次反向发同样的桶。
 # - 卸载把状态（和梯度分片）搬到便宜的内存，用时间换空间；13B 在 24 GB 上要 ZeRO-3、重算和 240 GB 主机内存。
 #
@@ -1251,7 +1264,7 @@ print(f"10 million tokens of fine-tuning take {10e6 / tokens / 3600:.1f} hours, 
 # - Stage 1 = reduce-scatter → update your own piece → all-gather. Stage 2 reduces bucket by bucket during backward and keeps a piece of the gradients. Stage 3 gathers parameters for use and frees them after: it is FSDP.
 # - The losses are those of one process, and equal bit for bit among the three stages.
 # - 4× and 8× are limits for N → ∞: 8 cards get 2.9× and 4.3×. Stage 3 communicates 1.5 times as much as DDP (+50%), not 1.5 times more.
-# - With a bucket larger than the model ZeRO-2 takes more memory than ZeRO-1; with gradient accumulation it has to reduce every micro-batch.
+# - With a bucket larger than the model ZeRO-2 saves no memory over ZeRO-1; with gradient accumulation it has to reduce every micro-batch.
 # - Masters in 32 bits, a piece each; clip by the global norm; decide together about overflows; every rank sends the same buckets in every backward.
 # - Offload moves states (and the gradient shard) to cheaper memory and trades time for space; 13B on 24 GB takes ZeRO-3, recomputation and 240 GB of host memory.
 #

@@ -112,8 +112,8 @@ def judge_c(numbers: dict) -> Finding:
         ),
         why=(
             "From forward to the end of backward every rank holds all parameters: 2 of the 16 "
-            "bytes stay however many ranks there are, at most an eighth of DDP. Only FULL_SHARD "
-            "falls as 1/N (plus the largest unit).",
+            "bytes stay however many ranks there are, so it never gets below an eighth of DDP. "
+            "Only FULL_SHARD falls as 1/N (plus the largest unit).",
             "从前向到反向结束，每个 rank 都持有全部参数：16 字节里的 2 字节不随卡数减少，最多省到 "
             "DDP 的八分之一。只有 FULL_SHARD 按 1/N 下降（外加最大的一个单元）。",
         ),
@@ -298,7 +298,7 @@ def judge_l(numbers: dict) -> Finding:
         why=(
             "Parameters do stay on the GPU (2 bytes each), but gradients are reduced there and "
             "move to the host while backward produces them; the GPU keeps none.",
-            "参数确实留在 GPU（每个 2 字节），但梯度在 GPU 上规约后，随着反向的进行就移到主机；"
+            "参数确实留在 GPU（每个 2 字节），但梯度在 GPU 上归约后，随着反向的进行就移到主机；"
             "GPU 不保留梯度。",
         ),
     )

@@ -157,7 +157,7 @@ def _controls(values: dict) -> dict:
             slider, "global_batch", "batch 批大小", auto + _powers(1, 8192), **later
         ),
         "recompute": control(
-            menu, "recompute", "recompute 重计算", [*auto, ("yes 是", "full"), ("no 否", "none")]
+            menu, "recompute", "recompute 重算", [*auto, ("yes 是", "full"), ("no 否", "none")]
         ),
     }  # fmt: skip
 

@@ -212,7 +212,7 @@ class Search:
             chinese += f"（模型状态共 {whole:.0f} GB）"
         if layout.recompute == "none":
             english += ", without recomputing anything"
-            chinese += "，不需要重计算"
+            chinese += "，不需要重算"
         worst = max((part for part in parts if part != "compute"), key=parts.get)
         busy, lost = parts["compute"] / total, parts[worst] / total
         english += f", and computes {100 * busy:.0f} % of the time"
@@ -302,7 +302,7 @@ def compare(e: Estimate, best: Estimate) -> Words:
     cause = PARTS[worst]
     if worst == "compute":
         if e.layout.recompute == "full" and best.layout.recompute == "none":
-            cause = Words("recomputed layers", "重计算")
+            cause = Words("recomputed layers", "重算")
         elif e.layout.microbatch < best.layout.microbatch:
             cause = Words("compute, in smaller micro-batches", "计算（微批次更小）")
         elif e.layout.pp > 1:
