@@ -96,6 +96,7 @@ def tree(billions, gpus, gigabytes):
     else:
         answer = "ZeRO-3 + CPU offload"
     layer = 0.02 * billions                           # GB: 16-bit weights of one of some 100 layers
+    # Two gathered layers and one of gradients: over a tenth of the card?
     return answer + (" + TP" if 3 * layer > 0.1 * gigabytes else "")
 
 cases = [(0.35, 8, "a100"), (1.3, 1, "rtx4090"), (7, 8, "a100"), (13, 8, "a100"), (13, 1, "rtx4090"),
@@ -110,7 +111,7 @@ for billions, gpus, gpu in cases:
 # %% [markdown]
 # <div lang="zh">
 #
-# `md.plan` 不靠经验规则：它把所有可行的布局（dp × tp × pp、微批次、重计算、offload……）都算一遍，内存用第 2 到第 5 章的公式（这些公式我们都用真的代码量过），时间用一个按已发表的训练记录校准过的模型，然后取最快的、放得下的那个。
+# `md.plan` 不靠经验规则：它把所有可行的布局（dp × tp × pp、微批次、重算、offload……）都算一遍，内存用第 2 到第 5 章的公式（这些公式我们都用真的代码量过），时间用一个按已发表的训练记录校准过的模型，然后取最快的、放得下的那个。
 #
 # </div>
 #
@@ -133,8 +134,10 @@ for billions, gpus, gpu in cases:
 # 主干一致，三处不同，都很有教益：
 #
 # - **1.3B 一张 24 GB**：树说放得下，其实放不下。24 GB 里 CUDA 上下文和碎片要占去一截，激活值还没算。所以边界附近不能只数 16 字节。
-# - **70B 在 8 张卡上**：两边都说要 offload，规划器还加了张量并行。它把激活值也切小了，于是不必重计算，比只用 FSDP 快两成多。树只管放不放得下，不管快慢。
-# - **175B 在 1024 张卡上**：规划器又加了流水线。除了更快，还有一个树没有问的问题：batch 够不够分，见 6.2。
+# - **70B 在 8 张卡上**：两边都说要 offload，规划器还加了张量并行。它把激活值也切小了，于是不必重算，比只用 FSDP 快两成多。树只管放不放得下，不管快慢。
+# - **175B 在 1024 张卡上**：规划器又加了流水线；每张卡只剩三十二分之一的层，ZeRO-1 就够了。还有一个树没有问的问题：这么多卡，batch 够不够分？见 6.2。
+#
+# （`fsdp 1` 是说：只有一张卡，用 FSDP 的卸载，什么也没有分片。）
 #
 # 树的每个问题也可以带着数字问一遍。把下面的函数当成一个小工具，换成你自己的硬件试试（`gpu` 还可以是 `h100`、`h200`、`b200`、`l40s`、`v100`……或者一个 `.toml` 文件）：
 #
@@ -146,7 +149,9 @@ for billions, gpus, gpu in cases:
 #
 # - **1.3B on one card of 24 GB**: fits, says the tree, and it does not. Context and fragmentation take their share of the 24 GB, and activations were not counted. Near the border 16 bytes are not the whole story.
 # - **70B on 8 cards**: both say offload, the planner adds tensor parallel. That cuts the activations as well, so nothing has to be recomputed, and it is over 20 % faster than FSDP alone. The tree asks what fits, not what is fast.
-# - **175B on 1024 cards**: the planner adds a pipeline too. It is faster, and there is a question that the tree does not ask: does the batch go round, see 6.2.
+# - **175B on 1024 cards**: the planner adds a pipeline, and with the layers cut 32 ways ZeRO-1 is enough. And there is a question that the tree does not ask: is the batch large enough for so many cards? See 6.2.
+#
+# (`fsdp 1` is FSDP's offload on one card: nothing is sharded.)
 #
 # The tree's questions can also be asked with numbers. Take the function below as a small tool and try your own hardware (`gpu` can also be `h100`, `h200`, `b200`, `l40s`, `v100`, ... or a `.toml` file):
 #
@@ -167,7 +172,7 @@ def ask(**question):
         print(f"    not {family}: {why}")
     display(plan_picture(found, top=4))
 
-ask(params=7e9, gpus=8, gpu="a100")
+ask(params=7e9, gpus=8, gpu="a100")      # 7e9 picks the nearest known shape, Llama 2 7B (6.74B)
 
 # %% [markdown]
 # ### 自己动手调 | Turn the knobs
@@ -203,17 +208,17 @@ planner_widget(params=7e9, gpus=8, gpu="a100")
 # %% [markdown]
 # <div lang="zh">
 #
-# 1. 激活值随序列变长，模型状态不变：一条 32768 的序列，单张卡要重计算才放得下，慢 25%；几张卡合算一条更快，于是出现张量并行。
-# 2. 不能：8 条序列分不到 64 张卡，只能 8 张卡合算一条；张量并行的通信和变窄的矩阵让计算只占不到八成的时间。这正是 6.2 要讲的。
-# 3. 能：优化器状态和梯度搬到主机内存，慢不到一成。80 GB 的卡装得下 16 位参数和激活值；换成 24 GB 的卡，参数最好也搬走，留下就得重计算，慢三成。
+# 1. 激活值随序列变长，模型状态不变：一条 32768 的序列，单张卡要重算才放得下，慢 25%；几张卡一起算一条更快，于是出现张量并行。
+# 2. 不能：8 条序列分不到 64 张卡（`fsdp-grad-op` 就是 SHARD_GRAD_OP），只能 8 张卡一起算一条；通信占去两成多的时间，变窄的矩阵又让计算本身变慢（207 → 148 TFLOP/s）。这正是 6.2 要讲的。
+# 3. 能：优化器状态和梯度搬到主机内存，速度损失不到一成。80 GB 的卡装得下 16 位参数和激活值；换成 24 GB 的卡，参数最好也搬走，留下就得重算，慢三成。
 #
 # </div>
 #
 # <div lang="en">
 #
 # 1. Activations grow with the sequence, model states do not: one card holds a sequence of 32768 only with recomputation, 25 % slower; several cards sharing one are faster, and tensor parallel appears.
-# 2. No: 8 sequences cannot be dealt to 64 cards, so 8 cards share one; tensor-parallel messages and narrower matrices leave less than four fifths of the time for computing. This is the point of 6.2.
-# 3. Yes: optimizer state and gradients move to the host's memory, for less than a tenth of the speed. A card of 80 GB holds 16-bit parameters and activations; on one of 24 GB the parameters had better leave too: keeping them means recomputation, 30 % slower.
+# 2. No: 8 sequences cannot be dealt to 64 cards, so 8 cards share one (`fsdp-grad-op` is SHARD_GRAD_OP); messages take over a fifth of the time, and narrower matrices make computing itself slower (207 → 148 TFLOP/s). This is the point of 6.2.
+# 3. Yes: optimizer state and gradients move to the host's memory, at a cost of less than a tenth of the speed. A card of 80 GB holds 16-bit parameters and activations; on one of 24 GB the parameters had better leave too: keeping them means recomputation, 30 % slower.
 #
 # </div>
 
@@ -242,13 +247,13 @@ except ValueError as error:
 # %% [markdown]
 # <div lang="zh">
 #
-# 不够：光是一层的权重和激活值就放不下。错误里说出了三种改法；照着改一种（序列减半）：
+# 不够：正在用的几层权重，加上激活值（各层的检查点和最后的 logits），一共要 30 GB，超过可用的 21 GB。错误里说出了三种改法；照着改一种，序列减半（这个模型自己的长度是 8192）：
 #
 # </div>
 #
 # <div lang="en">
 #
-# No: the weights and activations of the layers in use are too much already. The error names three ways out; here is one of them, sequences of half the length:
+# No: the weights of the layers in use and the activations (a checkpoint per layer, and the logits at the end) come to 30 GB, more than the usable 21 GB. The error names three ways out; here is one of them, sequences of half the length (the model's own is 8192):
 #
 # </div>
 
@@ -258,14 +263,27 @@ print(found.best.layout, f"| {found.best.total_bytes / 1e9:.0f} GB on the card, 
 print(f"{found.best.total_seconds / 3600:.1f} hours per step of {found.global_batch} sequences")
 
 # %% [markdown]
-# ### 4.5 节的两条建议 | Two pieces of advice of section 4.5
+# <div lang="zh">
+#
+# 别忘了主机：1.27 TB 内存，每参数 18 字节；规划器允许每台机器 2 TB（`host_memory=` 可改）。
+#
+# </div>
+#
+# <div lang="en">
+#
+# Mind the host: 1.27 TB, 18 bytes per parameter. The planner allows 2 TB per machine (`host_memory=` changes it).
+#
+# </div>
+
+# %% [markdown]
+# ### 4.5 节的两条建议 | Two pieces of advice from section 4.5
 
 # %% [markdown]
 # <div lang="zh">
 #
 # 文档 4.5 节说：“>7B：FSDP + CPU Offload”，“多节点：用 SHARD_GRAD_OP 减少跨节点通信”。
 #
-# **先猜**：13B 在 8 张 80 GB 的卡上要 offload 吗？7B 跨 8 台机器时，SHARD_GRAD_OP 和 HYBRID_SHARD 各能省多少跨机通信？
+# **先猜**：13B 在 8 张 80 GB 的卡上要 offload 吗？7B 跨 8 个节点时，SHARD_GRAD_OP 和 HYBRID_SHARD 各能省多少跨节点通信？
 #
 # </div>
 #
@@ -273,7 +291,7 @@ print(f"{found.best.total_seconds / 3600:.1f} hours per step of {found.global_ba
 #
 # Section 4.5 of the document says: ">7B: FSDP + CPU offload", and "several nodes: SHARD_GRAD_OP for less traffic between them".
 #
-# **Predict**: does 13B on 8 cards of 80 GB need offload? For 7B on 8 machines, how much of the traffic between machines do SHARD_GRAD_OP and HYBRID_SHARD save?
+# **Predict**: does 13B on 8 cards of 80 GB need offload? For 7B on 8 nodes, how much of the traffic between nodes do SHARD_GRAD_OP and HYBRID_SHARD save?
 #
 # </div>
 
@@ -311,7 +329,7 @@ for row in explain.configurations():
 # %% [markdown]
 # <div lang="zh">
 #
-# 三行一致。7B 到 70B 那行，规划器不用流水线：64 张以上的 H100，FSDP 加机器内的张量并行已经放得下，而且更快。流水线要到更大的模型才值得。
+# 三行一致。7B 到 70B 那行，规划器不用流水线：64 张以上的 H100，FSDP 加节点内的张量并行已经放得下，而且更快。流水线要到更大的模型才值得。例子靠近各行的上端；到了第二行的下端，3B 在 8 张卡上仍然是 DDP（4.5）。
 #
 # 表里还有一列容易被忽略：**全局 batch**。
 #
@@ -321,7 +339,7 @@ for row in explain.configurations():
 #
 # <div lang="en">
 #
-# Three agree. For 7B to 70B the planner leaves the pipeline out: on 64 and more H100s FSDP with tensor parallel inside each machine fits, and is faster. Pipelines pay for larger models.
+# Three agree. For 7B to 70B the planner leaves the pipeline out: on 64 and more H100s FSDP with tensor parallel inside each node fits, and is faster. Pipelines pay for larger models. The examples sit near the upper end of their rows: at the lower end of the second, 3B on 8 cards is still DDP (4.5).
 #
 # One more column is easily overlooked: the **global batch**.
 #
@@ -338,22 +356,40 @@ except ValueError as error:
 # %% [markdown]
 # <div lang="zh">
 #
-# 不行，哪怕内存足够：数据并行（包括 FSDP）每张卡至少要有一条序列，512 张卡分不了 256 条。全局 batch 不能无限加大（太大了收敛变慢，见第 2 章的学习率），所以卡再多，就得让几张卡合算**同一条**序列，也就是张量或流水线并行。这才是大规模训练总要用三维并行的主要原因：
+# 不行，哪怕内存足够：数据并行（包括 FSDP）每张卡至少要有一条序列，512 张卡分不了 256 条。全局 batch 不能无限加大（太大了收敛变慢，见第 2 章的学习率），所以卡再多，就得让几张卡一起算**同一条**序列，也就是张量或流水线并行。这是大规模训练要用三维并行的一个原因。
+#
+# **先猜**：175B，1024 张 A100，全局 batch 256、512、2048。三种情况下，三根轴（dp × tp × pp）都是最快的吗？
 #
 # </div>
 #
 # <div lang="en">
 #
-# No, however much memory there is: data parallelism, FSDP included, needs at least one sequence per card, and 256 cannot be dealt to 512. The global batch cannot grow for ever (too large, and training converges more slowly; see the learning rate in chapter 2), so with still more cards several of them have to work on **the same** sequence, which is tensor or pipeline parallel. That is the main reason why large training runs use three dimensions:
+# No, however much memory there is: data parallelism, FSDP included, needs at least one sequence per card, and 256 cannot be dealt to 512. The global batch cannot grow for ever (too large, and training converges more slowly; see the learning rate in chapter 2), so with still more cards several of them have to work on **the same** sequence, which is tensor or pipeline parallel. That is one reason why large training runs use three dimensions.
+#
+# **Predict**: 175B on 1024 A100s, with a global batch of 256, 512 and 2048. Are three axes (dp × tp × pp) fastest in every case?
 #
 # </div>
 
 # %%
 for batch in (256, 512, 2048):
-    found = md.plan(params=175e9, gpus=1024, gpu="a100", global_batch=batch)
-    best = found.best
-    print(f"175B on 1024 A100, batch {batch:>4}: {best.layout}; {best.tflops_per_gpu:.0f} TFLOP/s, "
-          f"{best.seconds['bubble'] / best.total_seconds:.0%} bubble")
+    for name, choice in (("best", {}), ("no pipeline", {"pp": 1})):
+        best = md.plan(params=175e9, gpus=1024, gpu="a100", global_batch=batch, **choice).best
+        print(f"batch {batch:>4}, {name:>11}: {best.layout}; {best.tflops_per_gpu:.0f} TFLOP/s, "
+              f"{best.seconds['bubble'] / best.total_seconds:.0%} bubble, "
+              f"{best.seconds['dp_communication'] / best.total_seconds:.0%} data-parallel messages")
+
+# %% [markdown]
+# <div lang="zh">
+#
+# 三个答案都离不开张量并行（256 和 512 时序列比卡少，纯 FSDP 根本不可能）。256 时每张卡的活太少，数据并行的通信藏不住，不用流水线只有 132 TFLOP/s，于是加流水线，得到 162。512 时两根轴就够。2048 时 batch 不算紧张，流水线仍快 5%。所以 batch 不够分只是原因之一，另一个是通信能不能藏住。
+#
+# </div>
+#
+# <div lang="en">
+#
+# All three answers need tensor parallel (with 256 and 512 there are fewer sequences than cards, and pure FSDP is impossible). With 256 every card has so little to do that data-parallel messages no longer hide: without a pipeline it is 132 TFLOP/s, with one 162. With 512 two axes are enough. With 2048 the batch is less scarce, and the pipeline still wins by 5 %. So a batch that does not go round is one reason; whether communication can be hidden is another.
+#
+# </div>
 
 # %% [markdown]
 # ## 6.3 三维并行 | 3D Parallelism
@@ -367,9 +403,9 @@ for batch in (256, 512, 2048):
 # - **pp 组**的 rank 看同样的数据，各算几层；
 # - **dp 组**的 rank 有同样的那部分参数，看**不同的数据**。
 #
-# 次序有讲究：tp 的邻居编号相邻，因为它通信最多，要放在同一台机器里最快的线上；pp 通信最少，可以跨机器。
+# 次序有讲究：tp 的邻居编号相邻，因为它通信最多，要放在节点内最快的互连上；pp 通信最少，可以跨节点。
 #
-# **先猜**：rank 5 的坐标是什么？它和谁平均梯度，和谁合算一个矩阵，把激活值发给谁？
+# **先猜**：rank 5 的坐标是什么？它和谁平均梯度，和谁一起算一个矩阵，把激活值发给谁？
 #
 # </div>
 #
@@ -381,7 +417,7 @@ for batch in (256, 512, 2048):
 # - ranks of a **pp group** see the same data, each computes some of the layers;
 # - ranks of a **dp group** hold the same part of the parameters and see **different data**.
 #
-# The order matters: neighbours in tp have neighbouring numbers, because tp talks most and belongs on the fastest wires, inside one machine; pp talks least and may cross machines.
+# The order matters: neighbours in tp have neighbouring numbers, because tp talks most and belongs on the fastest links, inside one node; pp talks least and may cross nodes.
 #
 # **Predict**: what are the coordinates of rank 5? With whom does it average gradients, with whom does it compute a matrix, and to whom does it send activations?
 #
@@ -389,7 +425,7 @@ for batch in (256, 512, 2048):
 
 # %%
 # %%ranks 8
-mesh = md.build_mesh(dp=2, pp=2, tp=2)
+mesh = md.build_mesh(dp=2, pp=2, tp=2)      # dist: torch.distributed, there in every %%ranks cell
 groups = {axis: dist.get_process_group_ranks(mesh[axis].get_group()) for axis in ("dp", "pp", "tp")}
 print("(dp, pp, tp) =", tuple(mesh.get_coordinate()), groups)
 
@@ -476,7 +512,7 @@ for r, each in enumerate(losses):
 # %% [markdown]
 # <div lang="zh">
 #
-# 没有报错，损失还在下降。但同一个 tp 组的两个 rank 看了不同的数据：它们各算半个矩阵，加在一起的是两条不相干的序列；流水线的第一段读 rank 0 的输入，最后一段用的却是 rank 2 的答案，模型在学“不相干的下一个字”。看得出的线索：**损失停在高处**，离单进程越来越远。
+# 没有报错，前四步损失也在下降，有时甚至比单进程还低。但同一个 tp 组的两个 rank 看了不同的数据：它们各算半个矩阵，加在一起的是两条不相干的序列；流水线的第一段读 rank 0 的输入，最后一段用的却是 rank 2 的答案，模型在学“不相干的下一个字”。看得出的线索：从第 5 步起**损失又升了**，离单进程越来越远。
 #
 # 正确的规则：数据按 **dp 坐标**分，同一个 dp 坐标下的 pp × tp 个 rank 拿同样的行。
 #
@@ -484,7 +520,7 @@ for r, each in enumerate(losses):
 #
 # <div lang="en">
 #
-# No error, and the losses do fall. But the two ranks of a tp group saw different data: each computes half a matrix, and what is added up belongs to two unrelated sequences; the first stage of a pipeline reads rank 0's inputs and the last one uses rank 2's answers, so the model learns unrelated next letters. The clue: **the loss stays high** and parts from the single process.
+# No error, and for four steps the losses do fall, at times below the single process. But the two ranks of a tp group saw different data: each computes half a matrix, and what is added up belongs to two unrelated sequences; the first stage of a pipeline reads rank 0's inputs and the last one uses rank 2's answers, so the model learns unrelated next letters. The clue: from step 5 on **the loss rises again** and parts from the single process.
 #
 # The rule: data are dealt out by the **dp coordinate**; the pp × tp ranks below it get the same rows.
 #
@@ -530,6 +566,19 @@ for axis in ("tp", "dp", "pp"):
     print(f"{axis}: " + ", ".join(f"rank {r} {sent[r].get(axis, 0):>7,}" for r in (0, 2)) + " bytes per step")
 
 # %% [markdown]
+# <div lang="zh">
+#
+# tp 约是 dp 的五倍，pp 最少，所以 tp 放在节点内最快的互连上：网格的次序就是这么来的。
+#
+# </div>
+#
+# <div lang="en">
+#
+# tp sends about five times as much as dp, pp least: hence the order of the mesh.
+#
+# </div>
+
+# %% [markdown]
 # ### 同样的东西，在 minidist 里 | The same in minidist
 
 # %%
@@ -551,7 +600,7 @@ print(next(line for line in source if "self.stages = nn.ModuleList" in line))
 # | 手写的 | `md.parallelize` | 少了会怎样 |
 # |---|---|---|
 # | 数据并行只有 DDP | `dp="ddp"`、`"zero1"`、`"zero2"`、`"fsdp"` | 状态在 dp 组里重复 |
-# | 流水线里每个微批次都平均一次 | 只在最后一个微批次后规约 | 通信量成倍增加 |
+# | 流水线里每个微批次都平均一次 | 只在最后一个微批次后归约 | 通信量成倍增加 |
 # | 各 rank 自己裁剪梯度 | `clip_grad_norm_` 求全局范数：切开的相加，重复的只算一次 | 各 rank 的缩放系数不同，副本分家 |
 # | 首尾共享的 embedding 不管 | 两端求和，范数里只算一次 | 共享的参数分家 |
 # | 状态散在各处 | `full_state_dict()` 还原成普通模型的名字和形状 | 存下来没人能用 |
@@ -649,7 +698,7 @@ ax.set_ylim(bottom=-1);
 # %% [markdown]
 # <div lang="zh">
 #
-# 左下角是流水线。它没有一统天下，因为图上少了第三条边：它有气泡（这里 3/8），要求模型能均匀地切成段，还要改训练循环。易用性无法量，但可以数你要改什么：
+# 左下角是流水线。（DDP 比单进程少一半，省的是激活值：每个 rank 只有四分之一的 batch；模型状态一点没省。）它没有一统天下，因为图上少了第三条边：它有气泡（这里 3/8），要求模型能均匀地切成段，还要改训练循环。易用性无法量，但可以数你要改什么（$\psi$ 是参数量，N 是数据并行的 rank 数，t 是张量并行的 rank 数，p 是流水线的段数）：
 #
 # | | 你要改的 | 内存 | 通信 | 计算的损失 |
 # |---|---|---|---|---|
@@ -658,15 +707,15 @@ ax.set_ylim(bottom=-1);
 # | FSDP / ZeRO-3 | 包一行，选单元 | 全部 ÷ N，加正在用的单元 | $3\psi$，可藏 | 小模型藏不住 |
 # | 张量并行 | 改写每一层 | 层 ÷ t | 随数据增长，藏不住 | 矩阵变窄，等通信 |
 # | 流水线并行 | 切模型，换训练循环 | 层 ÷ p，在途激活值 | 最少 | 气泡 |
-# | offload | 一个选项 | 几乎全部 | PCIe | 看 batch 和 CPU：上面模拟约一成，小 batch 时有报道六成 |
+# | offload | 一个选项 | 几乎全部 | PCIe | 看 batch 和 CPU：上面模拟不到一成；DeepSpeed 的 ZenFlow 文章里，7B 在 4 张 A100 上六成以上的时间在等 |
 #
-# 所以次序总是：**能简单就简单**。先 DDP；放不下时 ZeRO / FSDP；batch 用完或单层太大时加机器内的张量并行；更大时跨机器加流水线；卡实在不够才 offload。
+# 所以次序总是：**能简单就简单**。先 DDP；放不下时 ZeRO / FSDP；全局 batch 不够分、或单层太大时加节点内的张量并行；更大时跨节点加流水线；卡实在不够才 offload。
 #
 # </div>
 #
 # <div lang="en">
 #
-# The pipeline is in the corner. It has not replaced the others because the third side is missing from the picture: it has a bubble (3/8 here), wants a model that cuts into even stages, and changes the training loop. Ease cannot be measured, but what you have to change can be counted:
+# The pipeline is in the corner. (DDP takes half of the single process, which is activations: a rank has a quarter of the batch. Of the model states it saves nothing.) It has not replaced the others because the third side is missing from the picture: it has a bubble (3/8 here), wants a model that cuts into even stages, and changes the training loop. Ease cannot be measured, but what you have to change can be counted ($\psi$ parameters, N data-parallel ranks, t tensor-parallel ranks, p pipeline stages):
 #
 # | | what you change | memory | traffic | compute lost |
 # |---|---|---|---|---|
@@ -675,9 +724,9 @@ ax.set_ylim(bottom=-1);
 # | FSDP / ZeRO-3 | wrap, choose units | everything ÷ N, plus units in use | $3\psi$, can be hidden | small models cannot hide it |
 # | tensor parallel | rewrite every layer | layers ÷ t | grows with data, cannot be hidden | narrow matrices, waits |
 # | pipeline parallel | cut the model, another loop | layers ÷ p, activations in flight | the least | bubble |
-# | offload | an option | nearly everything | PCIe | depends on batch and CPU: about a tenth in the simulation above, over 60 % reported for small batches |
+# | offload | an option | nearly everything | PCIe | depends on batch and CPU: less than a tenth in the simulation above; over 60 % of an iteration in DeepSpeed's ZenFlow post (7B on 4 A100) |
 #
-# Hence the order: **as simple as will do**. DDP first; when that does not fit, ZeRO or FSDP; when the batch runs out or layers are too large, tensor parallel inside the machine; larger still, a pipeline across machines; offload only when there are too few cards.
+# Hence the order: **as simple as will do**. DDP first; when that does not fit, ZeRO or FSDP; when the batch runs out or layers are too large, tensor parallel inside the node; larger still, a pipeline across nodes; offload only when there are too few cards.
 #
 # </div>
 
@@ -691,12 +740,12 @@ ax.set_ylim(bottom=-1);
 #
 # - **DDP** 最简单，要求模型塞进单卡：每个参数 16 字节，加卡不省（2.3）。
 # - **FSDP / ZeRO** 消除冗余：同一个 all-reduce 拆成两半，状态 ÷ N（第 4、5 章）。
-# - **张量并行** 解决单层过大，要机器内的高带宽：跨机时一步里三成以上在等（3.1）。
+# - **张量并行** 解决单层过大，要节点内的高带宽：跨节点时一步里三成以上在等（3.1）。
 # - **流水线并行** 解决层数过多：通信最少，气泡 $(p-1)/m$，由阶段数和微批次数决定，层数不在公式里（3.2）。
-# - **三维并行**：tp 在机器内，pp 跨机器，dp 在最外面；大规模时首先是因为 batch 不够分（6.2、6.3）。
+# - **三维并行**：tp 在节点内，pp 跨节点，dp 在最外面；大规模时的一个原因是 batch 不够分，另一个是通信要藏得住（6.2、6.3）。
 # - **三角权衡**：能简单就简单（6.4）。
 #
-# 本章多出来的三条：边界附近 16 字节不够数，要把激活值和预留算进去；跨机用 HYBRID_SHARD；offload 看“每卡分到的状态”，不看模型大小。
+# 本章多出来的三条：边界附近 16 字节不够数，要把激活值和预留算进去；跨节点用 HYBRID_SHARD；offload 看“每卡分到的状态”，不看模型大小。
 #
 # **延伸阅读**（文档列的四个，加两个）：PyTorch 文档 *DistributedDataParallel* 与 *FullyShardedDataParallel*；Rajbhandari et al. 2020, *ZeRO*，第 5、7 节；Shoeybi et al. 2019, *Megatron-LM*；Narayanan et al. 2021，第 3、5 节（怎样组合三根轴）；Grattafiori et al. 2024, *Llama 3*，3.3.2（405B 的四维并行）。
 #
@@ -710,12 +759,12 @@ ax.set_ylim(bottom=-1);
 #
 # - **DDP** is the simplest start and needs a model that fits one card: 16 bytes per parameter, and more cards save none (2.3).
 # - **FSDP / ZeRO** remove redundancy: one all-reduce taken apart into its halves, states ÷ N (chapters 4 and 5).
-# - **Tensor parallel** is for layers too large, and wants the bandwidth inside a machine: across machines a third of the step and more is waiting (3.1).
+# - **Tensor parallel** is for layers too large, and wants the bandwidth inside a node: across nodes a third of the step and more is waiting (3.1).
 # - **Pipeline parallel** is for too many layers: the least traffic, a bubble of $(p-1)/m$ that depends on stages and micro-batches; layers are not in the formula (3.2).
-# - **3D parallelism**: tp inside the machine, pp across machines, dp outermost; at scale mainly because the batch runs out (6.2, 6.3).
+# - **3D parallelism**: tp inside the node, pp across nodes, dp outermost; at scale partly because the batch runs out, partly to keep communication hidden (6.2, 6.3).
 # - **The triangle**: as simple as will do (6.4).
 #
-# And three of this chapter's own: near the border 16 bytes are not enough, count activations and reserves; across machines use HYBRID_SHARD; offload is a question of states per card, not of model size.
+# And three of this chapter's own: near the border 16 bytes are not enough, count activations and reserves; across nodes use HYBRID_SHARD; offload is a question of states per card, not of model size.
 #
 # **Further reading** (the document's four, and two more): PyTorch's documentation of *DistributedDataParallel* and *FullyShardedDataParallel*; Rajbhandari et al. 2020, *ZeRO*, sections 5 and 7; Shoeybi et al. 2019, *Megatron-LM*; Narayanan et al. 2021, sections 3 and 5 (how to combine the axes); Grattafiori et al. 2024, *Llama 3*, 3.3.2 (405B in four dimensions).
 #

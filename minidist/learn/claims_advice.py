@@ -42,8 +42,9 @@ def measure_i() -> dict:
     numbers = {}
     for name in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"):
         numbers[name.lower()] = launch(_across_nodes, 4, name)[0]
-    for name, kind in (("full", "full"), ("grad_op", "replicate"), ("hybrid", "hybrid")):
-        numbers[f"{name}_64"] = formulas.cross_host_traffic(1, 64, 8, kind, exact=True)
+    for name, copies in (("full", 3), ("grad_op", 2)):
+        numbers[f"{name}_64"] = copies * (64 - 8) / 64  # 56 of 64 pieces come from other nodes
+    numbers["hybrid_64"] = formulas.cross_host_traffic(1, 64, 8, "hybrid", exact=True)
     return numbers
 
 
@@ -61,17 +62,17 @@ def judge_i(numbers: dict) -> Finding:
         ),
         measured=(
             "copies of the parameters sent to other nodes per rank and step, 2 nodes of 2: "
-            f"FULL_SHARD {full:.2f}, SHARD_GRAD_OP {grad_op:.2f}, HYBRID_SHARD {hybrid:.2f}; by "
-            f"formula on 8 nodes of 8: {large[0]:.2f}, {large[1]:.2f}, {large[2]:.2f}",
+            f"FULL_SHARD {full:.2f}, SHARD_GRAD_OP {grad_op:.2f}, HYBRID_SHARD {hybrid:.2f}. On "
+            f"8 nodes of 8, computed: {large[0]:.2f}, {large[1]:.2f}, {large[2]:.2f}",
             f"每 rank 每步发往其他节点的参数份数，2 节点 × 2：FULL_SHARD {full:.2f}，SHARD_GRAD_OP "
-            f"{grad_op:.2f}，HYBRID_SHARD {hybrid:.2f}；按公式，8 节点 × 8：{large[0]:.2f}、"
-            f"{large[1]:.2f}、{large[2]:.2f}",
+            f"{grad_op:.2f}，HYBRID_SHARD {hybrid:.2f}。8 节点 × 8，"
+            f"按同样的口径计算：{large[0]:.2f}、{large[1]:.2f}、{large[2]:.2f}",
         ),
         why=(
             "It saves a third, but its collectives still span all nodes and parameters stay whole. "
             "HYBRID_SHARD gathers and reduces inside the node and sends only shards across.",
             "它省了三分之一，但集合通信仍跨所有节点，而且参数是整份的。HYBRID_SHARD 在节点内收集和"
-            "规约，跨节点只发分片。",
+            "归约，跨节点只发分片。",
         ),
     )
 

@@ -34,8 +34,8 @@ def decision_tree(found: Plan) -> list[Node]:
     nodes = [
         Node(
             "does the model fit on one card?",
-            f"{'yes' if ddp_fits else 'no'}: {states / 1e9:.0f} GB of model states and activations "
-            f"against {usable / 1e9:.0f} GB usable",
+            f"{'yes' if ddp_fits else 'no'}: {states / 1e9:.0f} GB of model states, and "
+            f"activations on top, against {usable / 1e9:.0f} GB usable",
             "DDP" if ddp_fits else "FSDP / ZeRO",
         )
     ]
@@ -103,7 +103,10 @@ def _note(found: Plan, wanted: set) -> str:
     notes = []
     for axis in sorted(missing):
         family = {"pp": "tensor x pipeline", "tp": "tensor parallel 8"}.get(axis, axis)
-        notes.append(f"no {axis} here: {found.rejected.get(family, 'not needed')}")
+        cost, _, extra = found.rejected.get(family, "").partition(": ")
+        extra = extra.replace(" more of ", " of ")
+        with_it = f"{family} is {cost} (its largest extra: {extra})" if extra else "not needed"
+        notes.append(f"no {axis} here: {with_it}")
     return "; ".join(notes)
 
 
@@ -113,10 +116,9 @@ def advice() -> list[dict]:
     seven = plan(params=7e9, gpus=8, gpu="a100")
     thirteen = plan(params=13e9, gpus=8, gpu="a100")
     lonely = plan(params=13e9, gpus=1, gpu="rtx4090")
-    across = {
-        strategy: formulas.cross_host_traffic(2 * 7e9, 64, 8, strategy, exact=True) / 1e9
-        for strategy in ("replicate", "full", "hybrid")
-    }
+    # What leaves a node of 8 among 64 cards; a world-wide group sends 56 of 64 pieces there.
+    across = {name: copies * 14 * 56 / 64 for name, copies in (("replicate", 2), ("full", 3))}
+    across["hybrid"] = formulas.cross_host_traffic(14, 64, 8, "hybrid", exact=True)
     saved = {name: 1 - volume / across["full"] for name, volume in across.items()}
     needs_offload = thirteen.best.layout.offload != "none"
     return [
