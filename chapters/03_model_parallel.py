@@ -984,6 +984,7 @@ def pipeline_step(build, m, tries=3):
             best = slots
     return loss, peak, best, {name: p.grad for name, p in stage.named_parameters()}
 
+# %%
 PLANNED, MEASURED = figures.label("planned", "计划"), figures.label("measured", "实测")
 
 def compare_slots(build, p, m, slots):
