@@ -102,6 +102,11 @@ def test_prose_is_in_both_languages(file):
         assert not re.search("^#", plain, re.MULTILINE), "headings go outside"
 
 
+def test_the_job_script_keeps_its_first_line():
+    # As a comment of a comment it would look like a magic, and lose its #.
+    assert "#!/bin/bash" in "\n".join(prose(read(ROOT / "chapters" / "07_cluster.ipynb")))
+
+
 @each_chapter
 def test_a_chapter_has_what_a_learner_needs(file):
     notebook = read(file)
