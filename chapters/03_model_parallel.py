@@ -1118,13 +1118,13 @@ claims.show("f")
 # %% [markdown]
 # <div lang="zh">
 #
-# 微批次多，气泡小；代价是每个微批次变小：固定的开销要付更多次（上面 m = 8 和 16 的实测比计划高几个百分点），真实的 GPU 上，太小的矩阵乘法也算得慢。**层数**不在公式里：层多了，如果因此多用几个阶段（p 变大），气泡反而变大。层多只有一个间接的好处：可以把每个 rank 的层再分成几段，见第四步。
+# 微批次多，气泡小；代价是每个微批次变小：固定的开销要付更多次（上面 m 越大，实测比计划高得越多），真实的 GPU 上，太小的矩阵乘法也算得慢。**层数**不在公式里：层多了，如果因此多用几个阶段（p 变大），气泡反而变大。层多只有一个间接的好处：可以把每个 rank 的层再分成几段，见第四步。
 #
 # </div>
 #
 # <div lang="en">
 #
-# More micro-batches, smaller bubble; the price is that each becomes smaller: fixed costs are paid more often (with m = 8 and 16 above, what was measured is some percentage points over the plan), and on a real GPU small matrix products are slow. **Layers** are not in the formula: if more layers lead you to more stages (a larger p), the bubble grows. More layers help in one roundabout way: each rank's share can be cut into several chunks, see step 4.
+# More micro-batches, smaller bubble; the price is that each becomes smaller: fixed costs are paid more often (above, the measured bubble exceeds the plan the more, the larger m is), and on a real GPU small matrix products are slow. **Layers** are not in the formula: if more layers lead you to more stages (a larger p), the bubble grows. More layers help in one roundabout way: each rank's share can be cut into several chunks, see step 4.
 #
 # </div>
 
