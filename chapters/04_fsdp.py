@@ -154,7 +154,7 @@ print(f"owns {shard.tolist()} of {flat.numel()} numbers")
 # %% [markdown]
 # <div lang="zh">
 #
-# 一个在 rank 2，一个在 rank 3；最后两个是补的零。逐元素更新的优化器（SGD、Adam、AdamW…）对此毫不在意：它只看到一串数。但凡要看**整个矩阵**的优化器（LBFGS、Muon、Adafactor…）就不能这样切。
+# 一个在 rank 2，一个在 rank 3；最后两个是补的零。逐元素更新的优化器（SGD、Adam、AdamW…）对此毫不在意：它只看到一串数。但凡要看到**这个元素以外**的优化器就不能这样切：LBFGS 要看全部参数，Muon 和 Adafactor 要看整个矩阵。
 #
 # 把各片收回来就是一次 all-gather，正好是切开的逆操作：
 #
@@ -162,7 +162,7 @@ print(f"owns {shard.tolist()} of {flat.numel()} numbers")
 #
 # <div lang="en">
 #
-# One is on rank 2, the other on rank 3; the last two numbers are padding. An optimizer that treats every element on its own (SGD, Adam, AdamW...) does not mind: it sees a row of numbers. One that looks at **whole matrices** (LBFGS, Muon, Adafactor...) cannot be cut this way.
+# One is on rank 2, the other on rank 3; the last two numbers are padding. An optimizer that treats every element on its own (SGD, Adam, AdamW...) does not mind: it sees a row of numbers. One that looks **beyond the element** (LBFGS at everything, Muon and Adafactor at whole matrices) cannot be cut this way.
 #
 # Bringing the pieces together again is an all-gather, the exact inverse of the cut:
 #
@@ -202,7 +202,7 @@ print("same layer:", torch.equal(weight, layer.weight) and torch.equal(bias, lay
 # | strategy | parameters | gradients | optimizer states | memory, says the document |
 # |---|---|---|---|---|
 # | `NO_SHARD` | always whole | whole | whole | O(1) |
-# | `SHARD_GRAD_OP` | whole from the begin of forward to the end of backward, else 1/N | 1/N | 1/N | ~O(1/N) |
+# | `SHARD_GRAD_OP` | whole from the beginning of forward to the end of backward, else 1/N | 1/N | 1/N | ~O(1/N) |
 # | `FULL_SHARD` (default) | only the few layers in use are whole | 1/N | 1/N | ~O(1/N) |
 #
 # The box stays closed for now, we measure `md.FSDP` as it is. `units=[Block]`: every `Block` is a **unit** that is gathered and freed as a whole.
@@ -252,21 +252,21 @@ figures.memory_bars({name: {k: memory[0][name][k] for k in STATES} for name in S
 # %% [markdown]
 # <div lang="zh">
 #
-# `FULL_SHARD` 约 30%：四分之一，再加上正在用的几个单元（黑线右边多出的那一截；单元越小，这一截越短）。`SHARD_GRAD_OP` 却要将近一半：从前向开始到反向结束，**完整的参数一直在**，这部分不随 N 变小。公式是 4 + 16/N 字节/参数，另一半梯度此刻还没算出来，所以实测比黑线略少。
+# `FULL_SHARD` 约 30%：四分之一，再加上正在用的几个单元（黑线右边多出的那一截；单元越小，这一截越短）。`SHARD_GRAD_OP` 却要将近一半：从前向开始到反向结束，**完整的参数一直在**，这部分不随 N 变小。公式是 4 + 16/N 字节/参数；峰值出现在反向途中，那时后面的层已经开始释放，前面各层的梯度还没有，所以实测比黑线略少。（`NO_SHARD` 比 DDP 多出的 0.32，是正在归约的那个单元的缓冲区。）
 #
-# 4 个 rank 时差别还不大。N 变大呢？换成混合精度来算（参数和梯度 bf16，主副本和 Adam 状态 fp32，合计也是 16 字节/参数），论文的公式是 `SHARD_GRAD_OP` 2 + 14/N，`FULL_SHARD` 16/N。
+# 4 个 rank 时差别还不大。N 变大呢？换成混合精度来算（参数和梯度 bf16，主副本和 Adam 状态 fp32，合计也是 16 字节/参数），ZeRO 论文的公式是 `SHARD_GRAD_OP` 2 + 14/N，`FULL_SHARD` 16/N。
 #
-# **先猜**：7.5B 的模型、64 张卡，`SHARD_GRAD_OP` 是 DDP 的 1/64、1/16，还是 1/8？
+# **先猜**：7.5B 的模型、64 张卡，`SHARD_GRAD_OP` 最接近 DDP 的 1/64、1/16，还是 1/8？
 #
 # </div>
 #
 # <div lang="en">
 #
-# `FULL_SHARD` takes about 30%: a quarter, and on top of it the units in use (what sticks out beyond the black line; the smaller the units, the shorter it is). But `SHARD_GRAD_OP` takes nearly half: the **whole parameters stay** from the begin of forward to the end of backward, and that part does not shrink with N. The formula is 4 + 16/N bytes per parameter; at the fullest moment most gradients do not exist yet, so the measured bar ends a little before the line.
+# `FULL_SHARD` takes about 30%: a quarter, and on top of it the units in use (what sticks out beyond the black line; the smaller the units, the shorter it is). But `SHARD_GRAD_OP` takes nearly half: the **whole parameters stay** from the beginning of forward to the end of backward, and that part does not shrink with N. The formula is 4 + 16/N bytes per parameter; the fullest moment comes on the way through backward, when the later layers begin to be freed and the earlier ones have no gradients yet, so the measured bar ends a little before the line. (The 0.32 that `NO_SHARD` has over DDP is the buffer of the unit that is being reduced.)
 #
-# With 4 ranks the difference is modest. With more? In mixed precision (parameters and gradients in bf16, master copies and Adam states in fp32, 16 bytes per parameter again) the paper's formulas are 2 + 14/N for `SHARD_GRAD_OP` and 16/N for `FULL_SHARD`.
+# With 4 ranks the difference is modest. With more? In mixed precision (parameters and gradients in bf16, master copies and Adam states in fp32, 16 bytes per parameter again) the ZeRO paper's formulas are 2 + 14/N for `SHARD_GRAD_OP` and 16/N for `FULL_SHARD`.
 #
-# **Predict**: a 7.5B model on 64 cards. Does `SHARD_GRAD_OP` take 1/64, 1/16 or 1/8 of DDP?
+# **Predict**: a 7.5B model on 64 cards. Which is `SHARD_GRAD_OP` closest to: 1/64, 1/16 or 1/8 of DDP?
 #
 # </div>
 
@@ -443,13 +443,13 @@ units[3].layer.mlp.up(torch.ones(1, 64))
 # %% [markdown]
 # <div lang="zh">
 #
-# 线性层会礼貌地报错：形状还在，内存只有 0 字节。别的算子没这么客气：`LayerNorm` 或一次 `print(weight)` 会直接读空指针，进程当场死掉。反过来也危险：释放之后**没人**报错、却读到旧值，那就更难查。所以 `md.FSDP` 在两次使用之间，把模型里的参数换成自己那一片（一维），并故意把 `full` 的版本号调错，谁要是在收集之前反向，autograd 就会拒绝。想看完整的值，用它的 `full_params()`（这个矩阵正好全落在 rank 1 和 2 的片里，rank 0 和 3 一个数也没有）：
+# 线性层和 LayerNorm 会礼貌地报错：形状还在，内存只有 0 字节。别的算子没这么客气：求一次和，甚至只是 `print(weight)`，就会直接读空指针，进程当场死掉。反过来也危险：释放之后**没人**报错、却读到旧值，那就更难查。所以 `md.FSDP` 在两次使用之间，把模型里的参数换成自己那一片（一维），并故意让 `full` 的版本号对不上（autograd 给每个张量记着它被就地改过几次，反向时核对）：谁要是在收集之前反向，autograd 就会拒绝。想看完整的值，用它的 `full_params()`（这个矩阵正好全落在 rank 1 和 2 的片里，rank 0 和 3 一个数也没有）：
 #
 # </div>
 #
 # <div lang="en">
 #
-# The linear layer complains politely: the shape is there, the memory is 0 bytes. Other operations are less kind: a `LayerNorm`, or a mere `print(weight)`, reads a null pointer and the process dies on the spot. The opposite is no better: freed memory that **nobody** complains about and that shows stale values is harder still to find. So between uses `md.FSDP` swaps the parameters in the model for this rank's pieces (1-D), and sets the version counter of `full` wrong on purpose: a backward that comes before the gather is refused by autograd. To look at whole values, use its `full_params()` (this matrix happens to lie in the pieces of ranks 1 and 2; ranks 0 and 3 have none of it):
+# A linear layer or a LayerNorm complains politely: the shape is there, the memory is 0 bytes. Other operations are less kind: a sum, or a mere `print(weight)`, reads a null pointer and the process dies on the spot. The opposite is no better: freed memory that **nobody** complains about and that shows stale values is harder still to find. So between uses `md.FSDP` swaps the parameters in the model for this rank's pieces (1-D), and sets the version counter of `full` wrong on purpose (autograd counts a tensor's in-place changes and compares in backward): a backward that comes before the gather is refused by autograd. To look at whole values, use its `full_params()` (this matrix happens to lie in the pieces of ranks 1 and 2; ranks 0 and 3 have none of it):
 #
 # </div>
 
@@ -648,7 +648,8 @@ for (strategy, notes), color in zip(moments[0].items(), LINE_COLORS[1:]):
     ax.step(at, [note / 1e6 for note in notes], where="post", label=strategy, color=color)
 ax.axhline(4 * P / N / 1e6, color="black", linewidth=1, linestyle=":", label="1/N")
 ax.set_ylim(bottom=0)
-ax.set_title(label("parameters in memory (MB), begin to end of a step", "一步之内的参数内存"),
+ax.set_xlabel(label("fraction of the step", "一步的进程"), fontsize=8, loc="right")
+ax.set_title(label("parameters in memory (MB) over one step", "一步之内的参数内存"),
              loc="left", fontsize=10)
 set_legend(ax)
 
@@ -657,7 +658,7 @@ set_legend(ax)
 #
 # 锯齿：每个齿是一层来了又走，底下垫着分片（点线）。两头和正中的矮齿是词嵌入和输出层。反向又收集了一遍，所以后半程的齿和前半程一样多。`SHARD_GRAD_OP` 在前向里一级级上台阶，到山顶时参数是完整的一份**外加**一份分片，反向里再一级级下来。
 #
-# 于是峰值 = 分片 + 同时完整的那几个单元，**与层数无关**。单元切得越小，峰值越低，消息也越小越多（延迟！）；整个模型只做一个单元，就什么也省不了：
+# 于是峰值 = 分片 + 同时完整的那几个单元；其中完整的那几个单元**与层数无关**。单元切得越小，峰值越低，消息也越小越多（延迟！）；整个模型只做一个单元，参数就一点也省不下（优化器状态仍然省）：
 #
 # </div>
 #
@@ -665,7 +666,7 @@ set_legend(ax)
 #
 # A saw: each tooth is a layer that comes and goes, and underneath lie the shards (dotted). The short teeth at both ends and in the middle are the embedding and the output layer. Everything is gathered again for backward, so the second half has as many teeth as the first. `SHARD_GRAD_OP` climbs a staircase in forward, holds all of the parameters **plus** the shards at the top, and comes down in backward.
 #
-# So the peak is the shard and the few units that are whole at a time, **whatever the number of layers**. Smaller units mean a lower peak, and more and smaller messages (latency!). With all of the model in one unit nothing is saved at all:
+# So the peak is the shard and the few units that are whole at a time; what these take does **not depend on the number of layers**. Smaller units mean a lower peak, and more and smaller messages (latency!). With all of the model in one unit nothing is saved of the parameters (of the optimizer states it still is):
 #
 # </div>
 
@@ -685,18 +686,31 @@ for name, units in choices.items():
               f"{m.traffic['all_gather'].calls:>3} all-gathers per step")
 
 # %% [markdown]
-# ### 同样的东西，在 minidist 里 | The same in minidist
-
-# %% [markdown]
 # <div lang="zh">
 #
-# `minidist/parallel/fsdp.py` 里，反向的一开始是这样的：
+# 每个 Block 一个单元时：0.46 = 分片 0.25 + 两个 Block（一个在用，一个预取，见 4.4）各 0.08 + 根单元（词嵌入和输出层）0.05；27 次 = 13 个单元 × 2，再加最后各 rank 交换“谁用到了什么”的 1 次。
 #
 # </div>
 #
 # <div lang="en">
 #
-# In `minidist/parallel/fsdp.py` the backward of a unit begins and ends like this:
+# With a unit per Block: 0.46 = the shards 0.25 + two Blocks (one in use, one prefetched, see 4.4) of 0.08 each + the root unit (embedding and output layer) 0.05. 27 = 13 units × 2, and one more at the end, in which ranks exchange who used what.
+#
+# </div>
+
+# %% [markdown]
+# ### 同样的东西，在 minidist 里 | The same in minidist
+
+# %% [markdown]
+# <div lang="zh">
+#
+# `minidist/parallel/fsdp.py` 里，一个单元的反向是这样开始和结束的（`use` 是单元在前向里的一次使用，`visits` 数它正在被用几次，`_make_ready` 是收集加预取）：
+#
+# </div>
+#
+# <div lang="en">
+#
+# In `minidist/parallel/fsdp.py` the backward of a unit begins and ends like this (a `use` is one use of the unit in forward, `visits` counts the uses under way, `_make_ready` gathers and prefetches):
 #
 # </div>
 
@@ -717,7 +731,7 @@ print(inspect.getsource(fsdp_flat.FlatShard.begin_gather))
 # | 假设每个参数都有梯度 | 没有梯度的位置填零照发；最后各 rank 交换“谁用到了什么” | 各 rank 发的东西不同，程序挂起 |
 # | `full` 释放后谁都能碰 | 换成一维的分片，并弄错版本号 | 读到已释放的内存 |
 # | 参数都是 fp32 | `MixedPrecision`：分片是 fp32 主副本，收集和计算用 bf16 | 收集的字节多一倍 |
-# | 每步重新分配接收缓冲区 | 一块 `scratch` 反复用 | 缺页中断，慢 4%～6% |
+# | 释放的内存每次还给系统 | 让进程留住释放的内存（`tune_process`） | 反复缺页：系统要把每一页重新清零，慢 4%～10% |
 # | 平均在收到之后 | 拷进缓冲区时顺手除以 N | 多过一遍内存，fp16 求和还可能溢出 |
 # | 一层一用 | 一层用多次、重算（checkpoint）、共享权重、冻结参数 | 第二次用时已被释放，梯度只算了一部分 |
 #
@@ -733,7 +747,7 @@ print(inspect.getsource(fsdp_flat.FlatShard.begin_gather))
 # | trusts that every parameter has a gradient | sends zeros where there is none; at the end ranks exchange who used what | ranks send different things, the program hangs |
 # | anybody can touch `full` when it is freed | 1-D pieces in its place, and a wrong version counter | reads of freed memory |
 # | all in fp32 | `MixedPrecision`: the shard is the fp32 master, gather and compute in bf16 | twice the bytes to gather |
-# | new receive buffers in every step | one `scratch`, used again and again | page faults, 4 to 6% slower |
+# | gives freed memory back to the system every time | the process keeps freed memory (`tune_process`) | page faults over and over: the system clears every page again, 4 to 10% slower |
 # | averages on arrival | divides by N while copying into the buffer | one more pass over memory, and fp16 sums may overflow |
 # | each layer is used once | layers used twice, recomputation (checkpointing), shared weights, frozen parameters | freed before the second use, gradients of half the uses |
 #
@@ -756,13 +770,13 @@ figures.loss_curves(curves, "one process");
 # %% [markdown]
 # <div lang="zh">
 #
-# 混合精度也只是构造时的一个参数：分片是 fp32 主副本，收集时转成 bf16，参数那两份通信就减半：
+# 混合精度也只是构造时的一个参数：分片是 fp32 主副本，收集时转成 bf16，参数那两份通信就减半（0.75 + 0.75 → 一共 0.75）：
 #
 # </div>
 #
 # <div lang="en">
 #
-# Mixed precision is one argument of the constructor: the shard is the fp32 master, what is gathered is converted to bf16, and the two gathers cost half:
+# Mixed precision is one argument of the constructor: the shard is the fp32 master, what is gathered is converted to bf16, and the two gathers cost half (0.75 + 0.75 → 0.75 in all):
 #
 # </div>
 
@@ -897,7 +911,7 @@ lines, losses = {}, []
 for prefetch in (0, 1, 2):
     steps = []
     for _ in range(8):
-        wire = Network(bandwidth=100e6)
+        wire = Network(bandwidth=200e6)
         coll.barrier()
         start = time.perf_counter()
         with md.measure(memory=False, traffic=False) as m:
@@ -929,7 +943,7 @@ for ax in axes:
 # %% [markdown]
 # <div lang="zh">
 #
-# （2 个 rank，各占一个核；每种取 8 步里最快的一步，画的是 rank 0。）上图：红、蓝交替，每条红的下面都是灰色的等待。下图：收集与计算同时进行，reduce-scatter 也一样，发出之后不等它，下一层的反向接着算。等待省掉了一大块，但不会全没：第一层没有“之前”可用；反向里每层有一次收集**加**一次 reduce-scatter，通信本来就比计算多。预取更多层只能抹平抖动：网线一旦一直忙着，再早排队也不会更快，却要多占一个单元的内存。
+# （2 个 rank，各占一个核；每种取 8 步里最快的一步，画的是 rank 0。）上图：红、蓝交替，每条红的下面都是灰色的等待。下图：收集与计算同时进行，reduce-scatter 也一样，发出之后不等它，下一层的反向接着算。等待省掉了一大块，但不会全没：第一层没有“之前”可用；反向里每层有一次收集**加**一次 reduce-scatter，在同一条网线上排队。预取更多层只能抹平抖动：网线一旦一直忙着，再早排队也不会更快，却要多占一个单元的内存。
 #
 # 数字每次运行都会变；不变的是**次序**。看 `md.FSDP` 真正发出的次序（3 层的模型，第二步；`>` 是发出收集，`F`、`B` 是开始计算，`<` 是发出 reduce-scatter，R 是根单元）：
 #
@@ -937,7 +951,7 @@ for ax in axes:
 #
 # <div lang="en">
 #
-# (2 ranks, a core each; the fastest of 8 steps, as rank 0 saw it.) Above: red and blue take turns, and under every red there is grey waiting. Below: gathers run alongside compute, and so do reduce-scatters, which leave while the next layer's backward goes on. Much of the waiting is gone, but not all: nothing comes before the first layer, and in backward every layer has a gather **and** a reduce-scatter, so there is more communication than compute to begin with. Still more layers ahead only smooth out jitter: once the wire is busy all the time, queueing earlier makes it no faster, and costs the memory of one more unit.
+# (2 ranks, a core each; the fastest of 8 steps, as rank 0 saw it.) Above: red and blue take turns, and under every red there is grey waiting. Below: gathers run alongside compute, and so do reduce-scatters, which leave while the next layer's backward goes on. Much of the waiting is gone, but not all: nothing comes before the first layer, and in backward every layer has a gather **and** a reduce-scatter, which queue on the same wire. Still more layers ahead only smooth out jitter: once the wire is busy all the time, queueing earlier makes it no faster, and costs the memory of one more unit.
 #
 # Numbers change from run to run; the **order** does not. Here is the order in which `md.FSDP` really issues things (3 layers, second step; `>` a gather is issued, `F` and `B` a computation begins, `<` a reduce-scatter is issued, R is the root unit):
 #
@@ -1029,7 +1043,7 @@ for params, gpus, gpu in questions:
 # %% [markdown]
 # <div lang="zh">
 #
-# - **<1B 用 DDP**：方向对，而且在 80 GB 的卡上到 3B 都成立（3B × 16 = 48 GB）。理由就是上面量到的 +50% 通信：放得下，就不必付。但在 24 GB 的卡上，1B（16 GB 状态加激活值）已经该分片了。
+# - **<1B 用 DDP**：方向对，而且在 80 GB 的卡上到 3B 都成立（3B × 16 = 48 GB，DDP 更简单）。理由就是上面量到的 +50% 通信：放得下，就不必付。但在 24 GB 的卡上，1B（16 GB 状态加激活值）已经该分片了。
 # - **1B～7B 用 `FULL_SHARD`**：好的默认值。
 # - **>7B 加 CPU 卸载**：作为规则是错的。13B 在 8 张 80 GB 的卡上只需每卡 26 GB 状态，70B 在 256 张卡上更不需要。卸载要把参数和梯度搬过 PCIe，还要 CPU 来更新，是**总显存不够**时的最后一招，例如只有 24 GB 的消费级卡。
 #
@@ -1066,7 +1080,7 @@ claims.show("j")
 #
 # The fourth piece of advice: with several nodes use `SHARD_GRAD_OP`, to reduce communication between nodes. It does save the all-gather of backward (2 parts in place of 3); but its collectives still **span all nodes**.
 #
-# A fourth strategy, `HYBRID_SHARD`, goes about it differently: shard **inside a node** only (where the wires are fast) and replicate across nodes. Every unit is reduce-scattered inside the node, and then each rank all-reduces just its own shard across nodes.
+# A fourth strategy, `HYBRID_SHARD`, goes about it differently: shard **inside a node** only (where the network is fast) and replicate across nodes. Every unit is reduce-scattered inside the node, and then each rank all-reduces just its own shard across nodes.
 #
 # Take our 4 ranks as 2 nodes of 2 cards, and count the bytes that leave a node, per rank on average.
 #
@@ -1081,7 +1095,7 @@ from torch.distributed.device_mesh import init_device_mesh
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "cards"))   # ranks {0,1}, {2,3}
 # Which part of what is sent in a group goes to another node. In the world 2 of 3 peers are there
 # (all-gather and reduce-scatter send to each peer directly), and 2 of 4 links of a ring all-reduce.
-WORLD = dist.group.WORLD.group_name
+WORLD = dist.group.WORLD.group_name      # dist: torch.distributed, there in every %%ranks cell
 leaves = {mesh["cards"].get_group().group_name: 0, mesh["nodes"].get_group().group_name: 1}
 
 for strategy in (*STRATEGIES, "HYBRID_SHARD"):
@@ -1104,20 +1118,22 @@ for strategy in (*STRATEGIES, "HYBRID_SHARD"):
 # %% [markdown]
 # <div lang="zh">
 #
-# `HYBRID_SHARD` 最少。（`SHARD_GRAD_OP` 看起来比 DDP 还多，只因为我们的 reduce-scatter 直接发给每个 rank，而 all-reduce 走环；都走环的话两者相同。）节点越大差距越大：每节点 8 张卡、2 个节点时，论文公式给出每张卡跨节点的字节数（以模型大小 M 为单位）：
+# `HYBRID_SHARD` 最少。（`SHARD_GRAD_OP` 看起来比 DDP 还多，只因为我们的 reduce-scatter 直接发给每个 rank，而 all-reduce 走环；都走环的话两者相同。）节点越大差距越大。下面用同样的口径算：W 张卡、每节点 G 张，在全体里发的每一份有 (W − G)/W 离开节点（FSDP 论文的公式把跨节点的组里发的**全部**字节都算进来，所以数字更大：2 个节点 × 8 张卡时 FULL_SHARD 是 2.81）。以模型大小 M 为单位：
 #
 # </div>
 #
 # <div lang="en">
 #
-# `HYBRID_SHARD` sends least. (`SHARD_GRAD_OP` seems to send more than DDP only because our reduce-scatter goes to each rank directly while the all-reduce goes round a ring; with rings for both they are equal.) Larger nodes widen the gap. For 2 nodes of 8 cards the paper's formula gives the bytes that leave the node per card (in units of the model's size M):
+# `HYBRID_SHARD` sends least. (`SHARD_GRAD_OP` seems to send more than DDP only because our reduce-scatter goes to each rank directly while the all-reduce goes round a ring; with rings for both they are equal.) Larger nodes widen the gap. Counted the same way for W cards, G per node: of every copy sent in the world, (W − G)/W leaves the node. (The formula in the FSDP paper counts **everything** sent in a group that spans nodes and gives larger numbers: 2.81 for FULL_SHARD on 2 nodes of 8.) In units of the model's size M:
 #
 # </div>
 
 # %%
-for name, strategy in (("DDP", "replicate"), ("FULL_SHARD", "full"), ("HYBRID_SHARD", "hybrid")):
-    sends = formulas.cross_host_traffic(1, 16, 8, strategy)
-    print(f"{name:>12}: {sends:.2f} M")
+print("nodes x cards    SHARD_GRAD_OP  FULL_SHARD  HYBRID_SHARD")
+for nodes, G in ((2, 2), (2, 8), (8, 8)):
+    W = nodes * G
+    hybrid = formulas.cross_host_traffic(1, W, G, "hybrid", exact=True)
+    print(f"{nodes:>5} x {G:<5} {2 * (W - G) / W:>16.2f} M {3 * (W - G) / W:>9.2f} M {hybrid:>11.2f} M")
 
 # %% [markdown]
 # <div lang="zh">
@@ -1128,7 +1144,7 @@ for name, strategy in (("DDP", "replicate"), ("FULL_SHARD", "full"), ("HYBRID_SH
 # |---|---|---|
 # | 全部模型状态在**一个节点**里 | `HYBRID_SHARD` | 16 × 参数量 / 每节点卡数 |
 # | 只有在所有节点上才装得下 | `FULL_SHARD`，再大就加上张量并行和流水线（第 3、6 章） | 16 × 参数量 / 总卡数 |
-# | 完整参数在每张卡上，并且用流水线并行 | `SHARD_GRAD_OP` | (2 + 14/N) × 参数量 |
+# | 本段的完整参数在每张卡上，而且用了流水线 | `SHARD_GRAD_OP` | (2 + 14/N) × 参数量 |
 #
 # 最后一行不是凑数：流水线里每个微批次都要前向，若每次都重新收集，通信就乘以微批次数；Llama 3 因此在前向后不释放参数。
 #
@@ -1142,7 +1158,7 @@ for name, strategy in (("DDP", "replicate"), ("FULL_SHARD", "full"), ("HYBRID_SH
 # |---|---|---|
 # | all model states in **one node** | `HYBRID_SHARD` | 16 × parameters / cards per node |
 # | only in all nodes together | `FULL_SHARD`; for still larger models with tensor and pipeline parallel (chapters 3 and 6) | 16 × parameters / cards |
-# | whole parameters on every card, and there is a pipeline | `SHARD_GRAD_OP` | (2 + 14/N) × parameters |
+# | the whole parameters of a stage on each of its cards, and there is a pipeline | `SHARD_GRAD_OP` | (2 + 14/N) × parameters |
 #
 # The last row is not a filler: in a pipeline every micro-batch has a forward, and gathering again for each multiplies the traffic by their number; this is why Llama 3 keeps parameters after forward.
 #
