@@ -1015,7 +1015,7 @@ claims.show("g")
 # %% [markdown]
 # <div lang="zh">
 #
-# 文档给了四条建议。前三条按参数量划线：<1B 用 DDP，1B～7B 用 `FULL_SHARD`，>7B 用 FSDP 加 CPU 卸载。
+# 文档给了四条建议。前三条按参数量划线：<1B 用 DDP，1B～7B 用 `FULL_SHARD`，>7B 用 FSDP 加 CPU 卸载（offload）。
 #
 # 参数量是个好记的替身，真正的问题是：**模型状态（16 字节 × 参数量 / N）加上激活值，放得进一张卡吗？** 让规划器（第 6 章）按显存来答：
 #
