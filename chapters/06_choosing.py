@@ -63,7 +63,7 @@ from minidist.train.data import TextBatches, load_tokens
 # 文档的决策树只问三个问题：
 #
 # 1. 模型放得进单卡吗？放得进 → **DDP**。
-# 2. 放不进 → **FSDP / ZeRO**。所有卡的显存加起来够吗？够 → FULL_SHARD / ZeRO-3；不够 → 再加 **CPU Offload**。
+# 2. 放不进 → **FSDP / ZeRO**。所有卡的显存加起来够吗？够 → FULL_SHARD / ZeRO-3；不够 → 再加 **CPU 卸载（offload）**。
 # 3. 单层超大吗？是 → 结合**张量并行**。
 #
 # “放得进”是多少字节？第 2 章的答案：每个参数 16 字节（混合精度加 Adam：2 + 2 + 12）。于是整棵树是一个小函数。
@@ -602,7 +602,7 @@ print(next(line for line in source if "self.stages = nn.ModuleList" in line))
 # | 数据并行只有 DDP | `dp="ddp"`、`"zero1"`、`"zero2"`、`"fsdp"` | 状态在 dp 组里重复 |
 # | 流水线里每个微批次都平均一次 | 只在最后一个微批次后归约 | 通信量成倍增加 |
 # | 各 rank 自己裁剪梯度 | `clip_grad_norm_` 求全局范数：切开的相加，重复的只算一次 | 各 rank 的缩放系数不同，副本分家 |
-# | 首尾共享的 embedding 不管 | 两端求和，范数里只算一次 | 共享的参数分家 |
+# | 首尾共享的词嵌入不管 | 两端求和，范数里只算一次 | 共享的参数分家 |
 # | 状态散在各处 | `full_state_dict()` 还原成普通模型的名字和形状 | 存下来没人能用 |
 #
 # </div>
