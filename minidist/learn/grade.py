@@ -126,7 +126,9 @@ class Grader:
         """The verdict, or that an earlier exercise comes first, because this one uses it."""
         here = strip.order(verdict.exercise)
         for number in uses.used(verdict.exercise, code.text):
-            if strip.order(number) < here and self._status(number, code) in (FAILED, TIMEOUT):
+            if strip.order(number) > here or verdict.exercise in uses.used(number, code.text):
+                continue  # one that runs this one's code fails because of it
+            if self._status(number, code) in (FAILED, TIMEOUT):
                 zh = f"它用到了你的 {number}，而 {number} 还没有通过：先从那里改起。"
                 en = f"It uses your {number}, which does not pass yet: start there."
                 return replace(verdict, zh=zh, en=en, known_mistake=None)

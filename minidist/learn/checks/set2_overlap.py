@@ -134,7 +134,7 @@ EXERCISES = (
             "len(self.launched) one larger, and it stops at len(self.buckets).",
             ("            self.launched.append(self._launch(len(self.launched)))\n        # END",
              "            pass\n        # END"),
-            story=r"timeout\n.*(?:running _ready|async_op=True)",
+            story=r"timeout\n.*(?:running (?:_ready|<\w+>)|async_op=True)",
         ),
         wrong(
             "notes kept",
