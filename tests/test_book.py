@@ -133,7 +133,7 @@ def test_headings_are_marked_in_their_languages(book, file):
 def test_navigation_leads_to_every_page_in_both_languages(book):
     navigation = read(book, "index.html").split('aria-label="Main"')[1].split("</nav>")[0]
     assert all(f'href="{name}"' in navigation for name in PAGES if name != "index.html")
-    assert '2. DDP: <span lang="zh">数据分布式并行</span>' in navigation
+    assert '2. DDP: <span lang="zh">分布式数据并行</span>' in navigation
     assert '<span lang="en">Distributed Data Parallel</span>' in navigation
 
 
@@ -264,7 +264,7 @@ def test_menu_of_a_phone_leads_to_a_chapter(book, page):
     page.wait_for_url("**/04_fsdp.html")
 
 
-@pytest.mark.parametrize("words, chapter", [("流水线并行", "04_fsdp"), ("桶", "04_fsdp"),
+@pytest.mark.parametrize("words, chapter", [("扁平参数", "04_fsdp"), ("桶", "04_fsdp"),
                                             ("overlapped with backward", "02_ddp")])  # fmt: skip
 def test_search_opens_a_page_where_the_words_stand(book, page, words, chapter):
     page.goto((book / "index.html").as_uri())
