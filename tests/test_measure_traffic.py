@@ -171,12 +171,16 @@ ALONE = """
         for name, operation in operations.items():
             operation()  # connections, once
             coll.barrier()
-            before = loopback_counters()
-            coll.barrier()  # or a quick rank would send before this one has read
-            with md.measure(memory=False, timeline=False) as m:
-                operation()
-            coll.barrier()
-            on_the_wire = loopback_counters().bytes - before.bytes
+            tries = []
+            for _ in range(4):  # when a receiver gets no core for long, TCP sends again: not ours
+                before = loopback_counters()
+                coll.barrier()  # or a quick rank would send before this one has read
+                with md.measure(memory=False, timeline=False) as m:
+                    operation()
+                coll.barrier()
+                tries.append(loopback_counters().bytes - before.bytes)
+                coll.barrier()
+            on_the_wire = min(tries)
             table[name] = (sum(coll.all_gather_object(m.traffic.sent_bytes)), on_the_wire)
         return table
 
