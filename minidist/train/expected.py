@@ -166,12 +166,14 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
         return {}
     others, apart = (ranks - 1) / ranks, (ranks - 2) / ranks
     if kind in ("zero1", "zero2"):
-        count, largest = buckets(config)
-        bucket, two = size * largest, min(2, count)
-        # The other ranks' parts of a bucket arrive beside it. Stage 1 lets two reductions travel at
-        # once. Stage 2 one, for it also has to keep the whole gradients of a bucket while they
-        # travel, and of the next while they arrive; one part arrives in what becomes the shard.
-        passing = two * others * bucket if kind == "zero1" else (apart + two) * bucket
+        sizes = [size * bucket for bucket in buckets(config)]
+        # The other ranks' parts of a bucket arrive beside it. Stage 1 lets the reductions of two
+        # neighbours travel at once. Stage 2 one, for it also has to keep the whole gradients of
+        # that bucket, and of the next while they arrive; one part arrives in the later shard.
+        if kind == "zero1":
+            passing = others * max(map(sum, pairs(sizes)))
+        else:
+            passing = max(apart * travels + travels + fills for travels, fills in pairs(sizes))
         return {"gathered": 0, "buffers": passing}
     # FSDP: the root unit (embed and head) stays whole while a block is used and the next one comes.
     block = shape_of(config.model).layer_parameters()
@@ -186,15 +188,19 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
     return {"gathered": size * whole, "buffers": buffers}
 
 
-def buckets(config: TrainConfig) -> tuple[int, int]:
-    """How many gradient buckets there are, and elements in the fullest: parameters in reverse
-    order, cut at the cap (Li 2020, section 3.2.3)."""
+def buckets(config: TrainConfig) -> list[int]:
+    """Elements of each gradient bucket, the first to be full first: parameters in reverse order,
+    cut at the cap (Li 2020, section 3.2.3)."""
     with torch.device("meta"):
         parameters = list(GPT(config.model).to(config.torch_dtype()).parameters())
     order, cap = range(len(parameters))[::-1], config.bucket_cap_mb
     plan = plan_buckets(parameters, order, cap, cap)
-    sizes = [sum(parameters[index].numel() for index in bucket) for bucket in plan]
-    return len(sizes), max(sizes)
+    return [sum(parameters[index].numel() for index in bucket) for bucket in plan]
+
+
+def pairs(sizes: list[int]) -> list[tuple[int, int]]:
+    """Each bucket and the one after it; the last has none after it."""
+    return list(zip(sizes, [*sizes[1:], 0], strict=True))
 
 
 def _sent_elements(

@@ -175,8 +175,8 @@ def _why(cell: str, difference: float, config: TrainConfig, layout: Layout) -> s
     if layout.dp > 1 and cell != "activations" and 0 < difference <= 2 * padding:
         return "flat buffers are padded to equal, aligned shards"
     if cell == "buffers" and layout.dp_kind == "zero2":
-        bucket = buckets(config)[1] * config.torch_dtype().itemsize
-        if abs(difference - bucket) <= TOLERANCE * bucket:
+        sizes = [bucket * config.torch_dtype().itemsize for bucket in buckets(config)]
+        if any(abs(difference - bucket) <= TOLERANCE * bucket for bucket in sizes):
             return "a third bucket is open: gradients come out of order where two buckets meet"
     if cell == "optimizer" and 0 < difference <= 4 * tensors:
         return "Adam counts its steps in one number per tensor"
