@@ -82,23 +82,30 @@ def init(backend: str | None = None, timeout: float = 60) -> Iterator[Context]:
         dist.destroy_process_group()
 
 
-def tune_process(policy: str = "batch") -> None:
-    """Let the system treat this process as what it is: a rank that computes for hours on a CPU.
+def tune_process() -> None:
+    """Let the system treat this process as what it is: a rank that computes for hours on a CPU."""
+    schedule_as("batch")
+    _keep_freed_memory()
 
-    Scheduling "batch": a thread that has data to receive waits until the computing one has used its
-    time, or waits itself. By default it takes the core from it at once, often while that holds the
-    lock of the very connection, and then spins. Worth 2 to 5 % where ranks share cores. ("normal"
-    is the default of the system; threads started later inherit this thread's.)
 
-    Memory: gradients, gathered parameters and receive buffers come and go in every step. The C
-    library keeps what is freed instead of paying for each page again, as CUDA's caching allocator
-    does on a GPU: 10 % of a ZeRO-2 step. (Not on macOS or musl.)
+def schedule_as(policy: str) -> None:
+    """How the threads of this process share the cores. (Those started later inherit it.)
+
+    "batch": a thread that has data to receive waits until the computing one has used its time, or
+    waits itself. "normal", the system's default: it takes the core at once, often while the other
+    holds the lock of the very connection, and then spins. Only on Linux.
     """
     if hasattr(os, "SCHED_BATCH"):
-        policies = {"batch": os.SCHED_BATCH, "normal": os.SCHED_OTHER}
+        chosen = {"batch": os.SCHED_BATCH, "normal": os.SCHED_OTHER}[policy]
         for thread in os.listdir("/proc/self/task"):
             with suppress(OSError):  # it has just ended, or a sandbox forbids it
-                os.sched_setscheduler(int(thread), policies[policy], os.sched_param(0))
+                os.sched_setscheduler(int(thread), chosen, os.sched_param(0))
+
+
+def _keep_freed_memory() -> None:
+    """Gradients, gathered parameters and receive buffers come and go in every step. The C library
+    keeps what is freed instead of paying for each page again, as CUDA's caching allocator does on
+    a GPU. Not on macOS or musl."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None:
         trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD in malloc.h

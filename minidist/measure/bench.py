@@ -8,9 +8,9 @@ Times on a shared machine drift by tens of percent within minutes, ratios of nei
 * a turn's time is that of its slowest rank; a round's is the median of its turns;
 * a ratio is taken within a round, and the median over rounds is reported.
 
-Same model, data, dtype and optimizer for all, one thread per rank. Our turns run under the
-scheduling that our ranks have, the peers' under the one they have without us (see
-`comm.context.tune_process`; its memory setting serves all). Every contestant must reach the
+Same model, data, dtype, optimizer and scheduling for all, one thread per rank; on request the peers
+have the system's default scheduling, as without us (`comm.context.schedule_as`; keeping freed
+memory always serves all). Every contestant must reach the
 loss of the others in the warm-up steps, or it has computed something else and is left out.
 """
 
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidist.comm import collectives as coll
-from minidist.comm.context import tune_process
+from minidist.comm.context import schedule_as
 from minidist.comm.launch import Ranks
 from minidist.measure.meter import measure
 from minidist.measure.process import malloced
@@ -85,22 +85,26 @@ def run(
     steps: int = 2,
     timeout: float = 600,
     trace: str | None = None,
+    peer_policy: str = "batch",
 ) -> dict[str, Outcome]:
     """Let the contestants that `make()` returns on each rank compete; their outcomes by name.
 
     On `world` new local ranks, or in the process group that is there. `steps`: per turn, at least
-    2. `trace`: file for a Perfetto trace of two of our steps. Raises `RankFailure` if a rank fails.
+    2. `trace`: file for a Perfetto trace of two of our steps. `peer_policy`: the peers' scheduling,
+    "batch" like ours or "normal". Raises `RankFailure` if a rank fails.
     """
     if steps < 2:
         raise ValueError(f"a turn has at least 2 steps, got {steps}: see the head of this file")
     if dist.is_initialized():  # torchrun started the ranks
-        return compete(make, rounds, steps, trace)
+        return compete(make, rounds, steps, trace, peer_policy)
     # What peers print (deprecations, banners) is not shown; a failure is told by RankFailure.
     with Ranks(world, timeout=timeout, on_output=lambda rank, stream, line: None) as ranks:
-        return ranks.run(compete, make, rounds, steps, trace)[0]
+        return ranks.run(compete, make, rounds, steps, trace, peer_policy)[0]
 
 
-def compete(make, rounds: int, steps: int, trace: str | None = None) -> dict[str, Outcome]:
+def compete(
+    make, rounds: int, steps: int, trace: str | None = None, peer_policy: str = "batch"
+) -> dict[str, Outcome]:
     """On every rank: prepare all contestants, let them take turns, put the numbers together."""
     torch.set_num_threads(1)
     entries = {}
@@ -119,7 +123,7 @@ def compete(make, rounds: int, steps: int, trace: str | None = None) -> dict[str
             outcomes[name].rounds.append([])
         for order in (names, names[::-1]):
             for name in order:
-                tune_process("normal" if outcomes[name].role == "peer" else "batch")
+                schedule_as(peer_policy if outcomes[name].role == "peer" else "batch")
                 wall, cpu, busy = _turn(ready[name], steps)
                 outcomes[name].rounds[-1].append(wall)
                 outcomes[name].cpu.append(cpu)

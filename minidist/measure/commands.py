@@ -39,6 +39,9 @@ def bench(
     ] = 5,
     steps: Annotated[int, typer.Option(min=2, help="Steps per turn.")] = 2,
     deepspeed: Annotated[bool, typer.Option(help="DeepSpeed takes part too.")] = False,
+    default_scheduling: Annotated[
+        bool, typer.Option(help="Peers have the system's default scheduling, as without us.")
+    ] = False,
     small: Annotated[bool, typer.Option(help="A tiny model: checks the bench itself.")] = False,
     timeout: Annotated[float, typer.Option(help="Limit per row in seconds.")] = 900,
     json_file: Annotated[OptionalText, typer.Option("--json", help="Write the rows here.")] = None,
@@ -68,6 +71,8 @@ def bench(
     talks = os.environ.get("RANK", "0") == "0"  # under torchrun the first rank speaks
     out, progress = Console(highlight=False), Console(stderr=True, highlight=False, quiet=not talks)
     date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+    policy = "normal" if default_scheduling else "batch"
+    about = {"rounds": rounds, "steps": steps, "peer_scheduling": policy}
     done = []
     with init() if dist.is_torchelastic_launched() else nullcontext():
         for module, row, ranks in plan:
@@ -82,12 +87,13 @@ def bench(
                     steps=steps,
                     timeout=timeout,
                     trace=None if trace is None else str(Path(trace) / f"{row}-{ranks}.json"),
+                    peer_policy=policy,
                 )
             goal = None if small else module.GOALS[row].get(ranks)
             done.append(engine.summarise(row, ranks, outcomes, goal))
             progress.print(bench_report.line(done[-1]), markup=False)
             if talks and json_file is not None:  # row by row: an interrupted run is not lost
-                write_json(json_file, document(done, date=date, rounds=rounds, steps=steps))
+                write_json(json_file, document(done, date=date, **about))
     if not talks:
         return 0
     out.print(bench_report.table(done))
