@@ -83,17 +83,25 @@ def snapshot() -> dict:
 
 
 def _others_asleep() -> bool:
-    """Whether no thread but this one runs or is ready to. On a busy machine a rank that has work to
-    do may not get a processor for seconds. True where this cannot be seen."""
+    """Whether no thread but this one has work to do. On a busy machine one that has may not get a
+    processor for seconds; one that only asks the store now and then is soon asleep again. True
+    where this cannot be seen."""
     me = str(threading.get_native_id())
     try:
-        states = []
-        for thread in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
-                states.append((thread, file.read().rpartition(")")[2].split()[0]))
+        awake = set(os.listdir("/proc/self/task")) - {me}
+        for _ in range(5):
+            awake = {thread for thread in awake if _state(thread) != "S"}
+            if not awake:
+                return True
+            time.sleep(0.002)
     except OSError:
         return True
-    return all(state == "S" for thread, state in states if thread != me)
+    return False
+
+
+def _state(thread: str) -> str:
+    with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
+        return file.read().rpartition(")")[2].split()[0]
 
 
 def _known(frame: traceback.FrameSummary) -> str:
