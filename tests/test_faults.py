@@ -338,7 +338,7 @@ def test_waiting_on_a_work_handle_of_torch():
 def test_a_slow_rank_is_not_a_deadlock():
     def asleep():
         if dist.get_rank() == 1:
-            time.sleep(5)
+            time.sleep(3)
         dist.barrier()
 
     def busy_in_a_thread():
@@ -350,7 +350,7 @@ def test_a_slow_rank_is_not_a_deadlock():
         else:
 
             def later():
-                time.sleep(5)
+                time.sleep(3)
                 dist.send(x, 0)
 
             thread = threading.Thread(target=later)

@@ -41,7 +41,7 @@ def launch(fn: Callable, ranks: int = 2, *args, timeout: float | None = 60, **kw
     The ranks see nothing else of the program's memory. What they print appears as it comes, marked
     with the rank. Every rank uses one thread for operations (OMP_NUM_THREADS changes that).
     `timeout`: seconds until the whole call must be done; None for no limit. Ranks that wait for
-    each other for ever, or for one that is stopped, are found after about 3 seconds in any case.
+    each other for ever, or for one that is stopped, are found after about 2 seconds in any case.
     Raises `RankFailure` when a rank raises, dies or is late, after ending all ranks.
     """
     packed = _packed(fn, args, kwargs)  # what cannot travel fails before anything is started

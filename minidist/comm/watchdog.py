@@ -16,9 +16,10 @@ import time
 import traceback
 
 LISTENER = "minidist-listener"  # the thread that answers; not counted as a thread of the user
-ROUND = 0.5  # seconds between two looks at ranks from which nothing is heard
-ROUNDS = 4  # this many looks without any movement, and all waiting: a deadlock
-_IDLE_SECONDS = 0.005  # processor time that a waiting rank may use between two looks
+BEAT = 0.5  # seconds between two words of a rank under torchrun
+ROUND = 0.25  # seconds between two looks at ranks from which nothing is heard
+ROUNDS = 5  # this many looks without any movement, and all waiting: a deadlock
+_IDLE_SECONDS = 0.003  # processor time that a waiting rank may use between two looks
 _RECORDS = 64  # of the ledger, in a snapshot
 
 _COMM = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -285,7 +286,7 @@ class Beacon:
 
     def _run(self) -> None:
         told = False
-        while not self._stop.wait(ROUND):
+        while not self._stop.wait(BEAT):
             snap = snapshot()
             if not self._say(snap):
                 return
@@ -304,7 +305,7 @@ class Beacon:
     def close(self, words: str) -> None:
         """Say the last word: `finished`, or what was raised."""
         self._stop.set()
-        self._thread.join(2 * ROUND)
+        self._thread.join(2 * BEAT)
         self._say(snapshot(), words)
 
     def failed(self, error: BaseException) -> None:

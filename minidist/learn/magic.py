@@ -62,7 +62,7 @@ class RanksMagic:
     --out a,b     bring variables back: each becomes a list with one entry per rank (None where a
                   rank has no such variable)
     --timeout S   end the cell after S seconds (default 60) and show where every rank was;
-                  ranks that wait for each other for ever are found within about 3 seconds
+                  ranks that wait for each other for ever are found within about 2 seconds
     --fresh       start new ranks first: nothing is left of earlier cells
     --fast        no checks that all ranks call the same collective with the same shape; for timing
     """
