@@ -413,3 +413,27 @@ def test_sizes_that_cannot_be_cut(run_ranks):
     for messages in run_ranks(body, 3):
         for message, part in zip(messages, parts, strict=True):
             assert part in message or (part == "3 part(s)" and "no error" not in message), message
+
+
+def test_a_part_or_an_already_cut_model_is_refused(run_ranks):
+    def body():
+        import torch
+
+        import minidist as md
+        from minidist.train.model import GPTConfig, build_gpt
+
+        cut = md.tensor_parallel(build_gpt(GPTConfig(vocab=8, seq=4, width=8, layers=2, heads=4)))
+        before = [p.detach().clone() for p in cut.parameters()]
+        stage = md.split(build_gpt(GPTConfig(vocab=8, seq=4, width=8, layers=2, heads=4)), 2)[0]
+        messages = []
+        for model in (stage, torch.nn.Linear(2, 2), cut):
+            with pytest.raises(ValueError) as caught:
+                md.tensor_parallel(model)
+            messages.append(str(caught.value))
+        assert all(map(torch.equal, before, cut.parameters()))
+        return messages
+
+    for stage, linear, twice in run_ranks(body, 2):
+        assert "this Stage has no config" in stage and "before md.split" in stage
+        assert "this Linear has no" in linear and "from_module" in linear
+        assert "already cut" in twice

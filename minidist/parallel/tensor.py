@@ -237,8 +237,18 @@ def tensor_parallel(model: nn.Module, group=None, *, sequence_parallel: bool = F
     `vocab_parallel_cross_entropy(..., vocab_size=config.vocab)`. Four all-reduces per block and
     step, two forward, two backward. `sequence_parallel=True`: between the layers each rank holds
     1/N of the tokens. Raises ValueError, before anything changes, if N does not divide the heads
-    or the hidden width.
+    or the hidden width, if the model is already cut, or if it is not a whole GPT.
     """
+    missing = [name for name in ("config", "embed", "blocks", "head") if not hasattr(model, name)]
+    if missing:
+        raise ValueError(
+            f"tensor_parallel cuts a whole GPT, and this {type(model).__name__} has no "
+            f"{', '.join(missing)}: cut it before md.split and before it is wrapped; another "
+            "model's layers are cut by ColumnParallelLinear.from_module and RowParallelLinear"
+            ".from_module"
+        )
+    if isinstance(model.embed.token, VocabParallelEmbedding):
+        raise ValueError("tensor_parallel: this model is already cut; call it once")
     pg, config = resolve_group(group), model.config
     if config.heads % pg.size():
         raise ValueError(
