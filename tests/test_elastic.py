@@ -22,12 +22,23 @@ def _command(*options, torchrun=None):
     return [*start, "minidist", "train", *SIZES, *options]
 
 
-def _run(*options, torchrun=None):
-    done = subprocess.run(
-        _command(*options, torchrun=torchrun), capture_output=True, text=True, timeout=120,
+def _run(*options):
+    _finish(_start(*options))
+
+
+def _start(*options):
+    return subprocess.Popen(
+        _command(*options), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def _finish(job):
+    try:
+        _, errors = job.communicate(timeout=120)
+    finally:
+        job.kill()
+    assert job.returncode == 0, errors[-2000:]
 
 
 def _losses(path):
@@ -45,7 +56,7 @@ def _ranks_of(launcher):
 def test_killed_ranks_are_restarted_and_the_curve_is_the_same(tmp_path):
     """SIGKILL to one rank at two moments: torchrun starts all again, from the last checkpoint."""
     steps = ["--strategy", "zero1", "--steps", "10"]
-    _run(*steps, "--ranks", "2", "--json", str(tmp_path / "whole.json"))
+    whole = _start(*steps, "--ranks", "2", "--json", str(tmp_path / "whole.json"))
     run = tmp_path / "run"
     job = subprocess.Popen(
         _command(*steps, "--checkpoint-dir", str(run), "--save-every", "1",
@@ -72,6 +83,7 @@ def test_killed_ranks_are_restarted_and_the_curve_is_the_same(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode == 0, errors[:6000]
+    _finish(whole)
     assert killed == 2
     # Exactly: the same ranks add the same numbers in the same order.
     assert _losses(tmp_path / "killed.json") == _losses(tmp_path / "whole.json")
@@ -80,12 +92,13 @@ def test_killed_ranks_are_restarted_and_the_curve_is_the_same(tmp_path):
 @pytest.mark.timeout(120)
 def test_another_strategy_on_another_number_of_ranks_goes_on(tmp_path):
     run = str(tmp_path / "run")
-    _run(
+    whole = _start(
         "--strategy", "ddp", "--ranks", "3", "--steps", "8", "--json", str(tmp_path / "whole.json")
     )
     _run("--strategy", "zero2", "--ranks", "2", "--steps", "4", "--checkpoint-dir", run)
     _run("--strategy", "fsdp", "--ranks", "4", "--steps", "8", "--checkpoint-dir", run,
          "--json", str(tmp_path / "moved.json"))  # fmt: skip
+    _finish(whole)
     want, got = _losses(tmp_path / "whole.json"), _losses(tmp_path / "moved.json")
     assert len(got) == 8
     assert got == pytest.approx(want, rel=1e-10)
