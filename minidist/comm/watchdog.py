@@ -62,6 +62,7 @@ def snapshot() -> dict:
     ledger = sys.modules.get("minidist.comm.ledger")
     frame = sys._current_frames().get(threading.main_thread().ident)
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    del frame  # it would keep alive what that function has let go meanwhile, buffers for one
     frames = own([(f.filename, f.lineno or 0, f.name, _known(f)) for f in reversed(stack)])
     now = time.perf_counter()
     records = [
