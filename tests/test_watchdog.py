@@ -1,6 +1,7 @@
 """The pieces that decide and tell what went wrong, without processes where possible."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -117,3 +118,28 @@ def test_a_later_failure_does_not_tell_of_an_earlier_one():
         with pytest.raises(RankFailure, match="ZeroDivisionError") as later:
             ranks.run(divide)
     assert "First difference" not in str(later.value)
+
+
+def test_a_look_does_not_keep_alive_what_the_rank_lets_go(monkeypatch):
+    """While it goes on, the main thread returns from a function that holds a large buffer."""
+    looking, enough = threading.Event(), threading.Event()
+
+    def slow():
+        looking.set()
+        return enough.wait(10)
+
+    monkeypatch.setattr(watchdog, "_others_asleep", slow)
+    thread = threading.Thread(target=watchdog.snapshot)
+
+    def work():
+        buffer = torch.ones(10)
+        thread.start()
+        assert looking.wait(10)
+        return weakref.ref(buffer)
+
+    buffer = work()
+    try:
+        assert buffer() is None
+    finally:
+        enough.set()
+        thread.join()
