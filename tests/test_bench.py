@@ -1,6 +1,7 @@
 """The benchmark harness: right contestants, right arithmetic, nobody can win by computing less."""
 
 import json
+import os
 import re
 
 import pytest
@@ -20,8 +21,11 @@ KEYS = {
 
 
 def outcome(role, rounds, factor=1.0, **more):
+    """As launched, a peer is half as fast here."""
     turns = [t for r in rounds for t in r]
-    return Outcome(role, factor, rounds, [t / 2 for t in turns], [0.0] * len(turns), **more)
+    launched = [[2 * t for t in r] for r in rounds if role == "peer"]
+    idle = [0.0] * len(turns)
+    return Outcome(role, factor, rounds, [t / 2 for t in turns], idle, launched, **more)
 
 
 def test_ratio_is_of_medians_per_round_then_median_over_rounds():
@@ -37,13 +41,14 @@ def test_ratio_is_of_medians_per_round_then_median_over_rounds():
             "slow": outcome("peer", [[9.0, 9.0]] * 3, peak_bytes=1),
             "absent": Outcome("peer", skipped="not installed"),
         },
-        goal=1.0,
+        goal=0.5,
     )
     assert row.keys() >= KEYS
     assert row["best_peer"] == "fast"
     assert row["ratio_to_best_peer"] == 1.0
     assert row["ratio_spread"] == [1.0, pytest.approx(1.1)]
-    assert row["met"]
+    assert (row["best_peer_as_launched"], row["ratio_as_launched"]) == ("fast", 0.5)
+    assert row["met"] is True
     assert row["floor_seconds"] == 1.5 + 0.5
     assert row["ratio_to_floor"] == pytest.approx(1.5)
     assert (row["ours_peak_bytes"], row["best_peer_peak_bytes"]) == (7, 9)
@@ -57,18 +62,20 @@ def test_remarks_say_what_the_table_does_not():
         "torch": outcome("peer", [[2.0]], peak_bytes=100),
         "absent": Outcome("peer", skipped="not installed"),
     }
-    row = bench.summarise("ddp", 2, outcomes, goal=1.0)
+    row = bench.summarise("ddp", 2, outcomes, goal=0.74)
     row["other_load"] = 1.5
     assert bench_report.remarks([row]) == [
         "ddp, 2 ranks: absent left out: not installed",
-        "Other programs kept up to 1.5 cores busy meanwhile: trust only the ratios, and the CPU "
-        "ratio most.",
+        "Other programs kept up to 1.5 cores busy meanwhile: trust only the ratios, and those of "
+        "CPU time (--json) most.",
         "ddp, 2 ranks: needs 20% more memory than torch.",
         "Goal missed by ddp at 2 ranks.",
     ]
     row.update(met=True, other_load=0.0, skipped={}, ours_peak_bytes=100)
     assert bench_report.remarks([row]) == ["All 1 goals are met."]
-    assert bench_report.line(row) == "ddp, 2 ranks: 3000.0 ms, 1.50 of torch"
+    assert (
+        bench_report.line(row) == "ddp, 2 ranks: 3000.0 ms, 0.75 of torch, 1.50 scheduled like ours"
+    )
 
 
 def test_the_fastest_version_counts_on_both_sides():
@@ -97,7 +104,8 @@ def made_up(turns):
     def counting(name, loss):
         def build():
             def step():
-                turns.append(name)
+                batch = not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) == os.SCHED_BATCH
+                turns.append(name if batch else f"{name}, as launched")
                 return None if loss is None else torch.tensor(loss)
 
             return step
@@ -148,9 +156,12 @@ def test_turns_alternate_and_misfits_are_left_out(run_ranks):
         # A turn is as long as its slowest rank, also seen from the quick one.
         assert all(0.02 < t < 0.2 for r in outcomes["slow"].rounds for t in r)
         assert [len(r) for r in outcomes["good"].rounds] == [2, 2]
+        assert [len(r) for r in outcomes["good"].launched] == [2, 2]
+        assert not any(outcomes["minidist"].launched)
         warm_up = (bench.WARM_UP + 1) * 4  # and a step to see the memory; "wrong" ran it too
-        forward = ["floor"] * 2 + ["minidist"] * 2 + ["good"] * 2
-        assert turns[warm_up:] == (forward + forward[::-1]) * 2
+        launched = "good, as launched" if hasattr(os, "SCHED_BATCH") else "good"
+        ours, peer = ["floor"] * 2 + ["minidist"] * 2, ["good"] * 2 + [launched] * 2
+        assert turns[warm_up:] == (ours + peer + peer + ours[::-1]) * 2
 
 
 def test_our_own_failure_is_no_reason_to_skip(run_ranks):

@@ -8,9 +8,9 @@ Times on a shared machine drift by tens of percent within minutes, ratios of nei
 * a turn's time is that of its slowest rank; a round's is the median of its turns;
 * a ratio is taken within a round, and the median over rounds is reported.
 
-Same model, data, dtype, optimizer and scheduling for all, one thread per rank; on request the peers
-have the system's default scheduling, as without us (`comm.context.schedule_as`; keeping freed
-memory always serves all). Every contestant must reach the
+Same model, data, dtype and optimizer for all, one thread per rank. Peers take each turn twice: with
+the scheduling of our ranks, and with the system's default, as they run where nothing of ours is
+(`comm.context.schedule_as`; that freed memory is kept serves all). Every contestant must reach the
 loss of the others in the warm-up steps, or it has computed something else and is left out.
 """
 
@@ -21,7 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,9 @@ class Outcome:
     rounds: list[list[float]] = field(default_factory=list)  # turns of each round
     cpu: list[float] = field(default_factory=list)  # CPU seconds per step and rank, per turn
     others: list[float] = field(default_factory=list)  # cores busy with other work, per turn
+    launched: list[list[float]] = field(
+        default_factory=list
+    )  # peers' rounds with default scheduling
     peak_bytes: int | None = None
     loss: float | None = None
     skipped: str | None = None
@@ -76,6 +79,9 @@ class Outcome:
     def seconds(self) -> float:
         return self.factor * statistics.median([t for turns in self.rounds for t in turns])
 
+    def as_launched(self) -> Outcome:
+        return replace(self, rounds=self.launched)
+
 
 def run(
     make: Callable[[], list[Contestant]],
@@ -85,26 +91,22 @@ def run(
     steps: int = 2,
     timeout: float = 600,
     trace: str | None = None,
-    peer_policy: str = "batch",
 ) -> dict[str, Outcome]:
     """Let the contestants that `make()` returns on each rank compete; their outcomes by name.
 
     On `world` new local ranks, or in the process group that is there. `steps`: per turn, at least
-    2. `trace`: file for a Perfetto trace of two of our steps. `peer_policy`: the peers' scheduling,
-    "batch" like ours or "normal". Raises `RankFailure` if a rank fails.
+    2. `trace`: file for a Perfetto trace of two of our steps. Raises `RankFailure` if a rank fails.
     """
     if steps < 2:
         raise ValueError(f"a turn has at least 2 steps, got {steps}: see the head of this file")
     if dist.is_initialized():  # torchrun started the ranks
-        return compete(make, rounds, steps, trace, peer_policy)
+        return compete(make, rounds, steps, trace)
     # What peers print (deprecations, banners) is not shown; a failure is told by RankFailure.
     with Ranks(world, timeout=timeout, on_output=lambda rank, stream, line: None) as ranks:
-        return ranks.run(compete, make, rounds, steps, trace, peer_policy)[0]
+        return ranks.run(compete, make, rounds, steps, trace)[0]
 
 
-def compete(
-    make, rounds: int, steps: int, trace: str | None = None, peer_policy: str = "batch"
-) -> dict[str, Outcome]:
+def compete(make, rounds: int, steps: int, trace: str | None = None) -> dict[str, Outcome]:
     """On every rank: prepare all contestants, let them take turns, put the numbers together."""
     torch.set_num_threads(1)
     entries = {}
@@ -121,13 +123,18 @@ def compete(
     for _ in range(rounds):
         for name in names:
             outcomes[name].rounds.append([])
+            outcomes[name].launched.append([])
         for order in (names, names[::-1]):
             for name in order:
-                schedule_as(peer_policy if outcomes[name].role == "peer" else "batch")
+                outcome = outcomes[name]
                 wall, cpu, busy = _turn(ready[name], steps)
-                outcomes[name].rounds[-1].append(wall)
-                outcomes[name].cpu.append(cpu)
-                outcomes[name].others.append(busy)
+                outcome.rounds[-1].append(wall)
+                outcome.cpu.append(cpu)
+                outcome.others.append(busy)
+                if outcome.role == "peer":
+                    schedule_as("normal")
+                    outcome.launched[-1].append(_turn(ready[name], steps)[0])
+                    schedule_as("batch")
     for name in names:
         _combine(outcomes[name])
     ours = [name for name in names if outcomes[name].role == "ours"]
@@ -235,10 +242,8 @@ def _check_losses(outcomes: dict[str, Outcome], ready: dict[str, Callable]) -> N
 def _combine(outcome: Outcome) -> None:
     """Slowest rank of each turn, mean CPU time, worst peak."""
     everyone = coll.all_gather_object(outcome)
-    outcome.rounds = [
-        [max(turn) for turn in zip(*turns, strict=True)]
-        for turns in zip(*(o.rounds for o in everyone), strict=True)
-    ]
+    outcome.rounds = _slowest([o.rounds for o in everyone])
+    outcome.launched = _slowest([o.launched for o in everyone])
     outcome.cpu = [statistics.mean(turn) for turn in zip(*(o.cpu for o in everyone), strict=True)]
     walls = [turn for turns in outcome.rounds for turn in turns]
     outcome.others = [
@@ -249,15 +254,25 @@ def _combine(outcome: Outcome) -> None:
         outcome.peak_bytes = max(o.peak_bytes for o in everyone)
 
 
+def _slowest(ranks: list[list[list[float]]]) -> list[list[float]]:
+    return [[max(turn) for turn in zip(*turns, strict=True)] for turns in zip(*ranks, strict=True)]
+
+
 def summarise(name: str, world: int, outcomes: dict[str, Outcome], goal: float | None) -> dict:
-    """One row of the report, in the keys of the JSON file. Ratios below 1 are in our favour."""
+    """One row of the report, in the keys of the JSON file. Ratios below 1 are in our favour.
+
+    `ratio_to_best_peer`: with the same scheduling, `ratio_as_launched`: see the head of this file.
+    The goals are ratios to torch as its users launch it.
+    """
     ran = {n: o for n, o in outcomes.items() if o.rounds}
     variants = {n: o for n, o in ran.items() if o.role == "ours"}
     ours_name = min(variants, key=lambda n: variants[n].seconds, default=None)
     ours = variants.get(ours_name)
     peers = {n: o for n, o in ran.items() if o.role == "peer"}
+    launched = {n: o.as_launched() for n, o in peers.items()}
     floors = [o for o in ran.values() if o.role == "floor"]
-    best = min(peers, key=lambda n: peers[n].seconds, default=None)
+    best, ratio, spread = _against(ours, peers)
+    best_launched, ratio_launched, spread_launched = _against(ours, launched)
     row = {
         "name": name,
         "world": world,
@@ -266,11 +281,15 @@ def summarise(name: str, world: int, outcomes: dict[str, Outcome], goal: float |
         "variants": {n: o.seconds for n, o in variants.items()},
         "peers": {n: o.seconds for n, o in peers.items()},
         "best_peer": best,
-        "ratio_to_best_peer": None,
-        "ratio_spread": None,
+        "ratio_to_best_peer": ratio,
+        "ratio_spread": spread,
         "cpu_ratio_to_best_peer": None,
+        "peers_as_launched": {n: o.seconds for n, o in launched.items()},
+        "best_peer_as_launched": best_launched,
+        "ratio_as_launched": ratio_launched,
+        "ratio_as_launched_spread": spread_launched,
         "goal": goal,
-        "met": None,
+        "met": None if goal is None or ratio_launched is None else ratio_launched <= goal,
         "floor_seconds": sum(o.seconds for o in floors) if floors else None,
         "floor": {n: o.seconds for n, o in ran.items() if o.role == "floor"},
         "ratio_to_floor": None,
@@ -283,17 +302,22 @@ def summarise(name: str, world: int, outcomes: dict[str, Outcome], goal: float |
         "skipped": {n: o.skipped for n, o in outcomes.items() if o.skipped},
     }
     if ours and best:
-        ratios = [ours.of_round(r) / peers[best].of_round(r) for r in range(len(ours.rounds))]
-        row["ratio_to_best_peer"] = statistics.median(ratios)
-        row["ratio_spread"] = [min(ratios), max(ratios)]
         cpu = [statistics.median(o.cpu) for o in (ours, peers[best])]
         row["cpu_ratio_to_best_peer"] = cpu[0] / cpu[1] if cpu[1] else None
-        row["met"] = None if goal is None else row["ratio_to_best_peer"] <= goal
     if ours and floors:
         row["ratio_to_floor"] = statistics.median(
             ours.of_round(r) / sum(o.of_round(r) for o in floors) for r in range(len(ours.rounds))
         )
     return row
+
+
+def _against(ours: Outcome | None, peers: dict[str, Outcome]) -> tuple:
+    """The fastest peer, the median over rounds of the ratio to it, and that ratio's range."""
+    best = min(peers, key=lambda n: peers[n].seconds, default=None)
+    if ours is None or best is None:
+        return best, None, None
+    ratios = [ours.of_round(r) / peers[best].of_round(r) for r in range(len(ours.rounds))]
+    return best, statistics.median(ratios), [min(ratios), max(ratios)]
 
 
 def _busy_seconds() -> float:

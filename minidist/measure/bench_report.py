@@ -9,20 +9,21 @@ def table(rows: list[dict]):
     """A rich table: one line per strategy and number of ranks. Times in milliseconds."""
     from rich.table import Table
 
-    shown = Table(title="ms per step. A ratio below 1: less than the best peer.")
+    shown = Table(title="ms per step. A ratio below 1: less than the best peer as launched.")
     shown.add_column("strategy\nranks", no_wrap=True)
     shown.add_column("ours", justify="right", no_wrap=True)
     shown.add_column("best peer", min_width=15)
-    for heading in ("ratio\n(goal)", "CPU\nratio", "to the\nfloor", "peak MB\n(peer)"):
+    headings = ("ratio\n(goal)", "scheduled\nlike ours", "to the\nfloor", "peak MB\n(peer)")
+    for heading in headings:
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        best = row["best_peer"]
+        best = row["best_peer_as_launched"]
         shown.add_row(
             f"{row['name']}\n{row['world']} ranks",
             _ours(row),
-            f"{_ms(row['peers'][best])} {best}" if best else "none ran",
+            f"{_ms(row['peers_as_launched'][best])} {best}" if best else "none ran",
             _ratio(row),
-            _number(row["cpu_ratio_to_best_peer"]),
+            _number(row["ratio_to_best_peer"]),
             _number(row["ratio_to_floor"]),
             f"{_mb(row['ours_peak_bytes'])}\n({_mb(row['best_peer_peak_bytes'])})",
         )
@@ -34,9 +35,12 @@ def line(row: dict) -> str:
     which = (row["ours"] or "").partition(", ")[2]
     words = f"{row['name']}, {row['world']} ranks: {_ms(row['ours_seconds'])} ms"
     words += f" ({which})" if which else ""
-    if row["ratio_to_best_peer"] is None:
+    if row["ratio_as_launched"] is None:
         return words
-    return f"{words}, {row['ratio_to_best_peer']:.2f} of {row['best_peer']}"
+    return (
+        f"{words}, {row['ratio_as_launched']:.2f} of {row['best_peer_as_launched']}, "
+        f"{row['ratio_to_best_peer']:.2f} scheduled like ours"
+    )
 
 
 def remarks(rows: list[dict]) -> list[str]:
@@ -49,7 +53,7 @@ def remarks(rows: list[dict]) -> list[str]:
     if load > 0.1:
         words.append(
             f"Other programs kept up to {load:.1f} cores busy meanwhile: trust only the ratios, "
-            "and the CPU ratio most."
+            "and those of CPU time (--json) most."
         )
     for row in rows:
         ours, theirs = row["ours_peak_bytes"], row["best_peer_peak_bytes"]
@@ -80,7 +84,7 @@ def plot(rows: list[dict], path: str | Path) -> None:
         lines, columns, figsize=(5.5 * columns, 2.6 * lines), squeeze=False, layout="constrained"
     )
     for axis, row in zip(axes.flat, rows, strict=False):
-        bars = {**row["variants"], **row["peers"]}
+        bars = {**row["variants"], **row["peers_as_launched"]}
         bars = {name: seconds for name, seconds in bars.items() if seconds is not None}
         colors = ["tab:blue" if name in row["variants"] else "lightgray" for name in bars]
         axis.barh(list(bars), [1e3 * seconds for seconds in bars.values()], color=colors)
@@ -115,8 +119,8 @@ def _number(value: float | None) -> str:
 
 
 def _ratio(row: dict) -> str:
-    if row["ratio_to_best_peer"] is None:
+    if row["ratio_as_launched"] is None:
         return ""
     color = {True: "[green]", False: "[red]", None: ""}[row["met"]]
-    ratio = f"{color}{row['ratio_to_best_peer']:.2f}{'[/]' if color else ''}"
+    ratio = f"{color}{row['ratio_as_launched']:.2f}{'[/]' if color else ''}"
     return ratio if row["goal"] is None else f"{ratio}\n({row['goal']:.2f})"

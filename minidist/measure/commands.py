@@ -39,9 +39,6 @@ def bench(
     ] = 5,
     steps: Annotated[int, typer.Option(min=2, help="Steps per turn.")] = 2,
     deepspeed: Annotated[bool, typer.Option(help="DeepSpeed takes part too.")] = False,
-    default_scheduling: Annotated[
-        bool, typer.Option(help="Peers have the system's default scheduling, as without us.")
-    ] = False,
     small: Annotated[bool, typer.Option(help="A tiny model: checks the bench itself.")] = False,
     timeout: Annotated[float, typer.Option(help="Limit per row in seconds.")] = 900,
     json_file: Annotated[OptionalText, typer.Option("--json", help="Write the rows here.")] = None,
@@ -54,8 +51,9 @@ def bench(
     """Time our strategies beside torch's own, alternating in the same processes.
 
     Every contestant has the same model, data, dtype, optimizer and one thread per rank. Reports
-    medians, the ratio to the best peer, the ratio to the floor (compute alone plus the
-    communication that cannot be avoided) and the peak memory of a step.
+    medians, the ratio to the best peer (as launched, and scheduled like our ranks), the ratio to
+    the floor (compute alone plus the communication that cannot be avoided) and the peak memory of
+    a step.
 
       minidist bench data-parallel --world 2,4 --json bench.json
 
@@ -71,8 +69,7 @@ def bench(
     talks = os.environ.get("RANK", "0") == "0"  # under torchrun the first rank speaks
     out, progress = Console(highlight=False), Console(stderr=True, highlight=False, quiet=not talks)
     date = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    policy = "normal" if default_scheduling else "batch"
-    about = {"rounds": rounds, "steps": steps, "peer_scheduling": policy}
+    about = {"rounds": rounds, "steps": steps}
     done = []
     with init() if dist.is_torchelastic_launched() else nullcontext():
         for module, row, ranks in plan:
@@ -87,7 +84,6 @@ def bench(
                     steps=steps,
                     timeout=timeout,
                     trace=None if trace is None else str(Path(trace) / f"{row}-{ranks}.json"),
-                    peer_policy=policy,
                 )
             goal = None if small else module.GOALS[row].get(ranks)
             done.append(engine.summarise(row, ranks, outcomes, goal))

@@ -27,7 +27,6 @@ saving and loading in `fsdp_state.py`.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -39,7 +38,7 @@ from torch import Tensor, nn
 
 from minidist.measure import span
 from minidist.parallel.fsdp_flat import FlatShard
-from minidist.parallel.fsdp_init import Plan, check_optimizers, copy_units, make_placement
+from minidist.parallel.fsdp_init import Plan, check_optimizers, copy_module, make_placement
 from minidist.parallel.fsdp_module import ShardedModule
 from minidist.parallel.fsdp_placement import MixedPrecision
 from minidist.parallel.fsdp_unit import Hint, Replicated, Unit, Use, agree_on_use, tensors_in
@@ -126,6 +125,7 @@ class FSDP(ShardedModule):
         self._with_grad = True  # the outermost forward began with gradients enabled
         self._keep_graph = False
         self._end_queued = False
+        self._upcoming: list[Unit] | None = None  # to be gathered once nothing is being reduced
         self._in_flight: FlatShard | None = None  # being reduced; one at a time shares memory
         self._reduced: set[FlatShard] = set()  # in this backward
         self.replicated = Replicated(ignored, self.placement, self._on_replicated_gradient)
@@ -190,11 +190,12 @@ class FSDP(ShardedModule):
         self._running.append(use)
         if recomputing:
             self._free_recomputed(unit, task)
-            self._make_ready(unit, None)
+            self._make_ready(unit)
         else:
             self._starts.append(unit)
             unit.pending += self._with_grad
-            self._make_ready(unit, self._forward_hint.after(unit, self.prefetch))
+            self._make_ready(unit)
+            self._look_ahead(self._forward_hint.after(unit, self.prefetch))
         unit.enter()
         return use
 
@@ -212,22 +213,22 @@ class FSDP(ShardedModule):
         if not self._running:
             self._end_outermost(unit, failed)
 
-    def _make_ready(self, unit: Unit, upcoming: list[Unit] | None) -> None:
-        """Gather `unit`, and start to gather what will be needed next (None: unknown). At most
-        `prefetch` units are ahead: what was fetched on a hint that proved wrong is freed first."""
+    def _make_ready(self, unit: Unit) -> None:
+        self._clear_the_line()
         if unit in self._ahead:
             self._ahead.remove(unit)
         unit.begin_gather()
         unit.finish_gather()
+
+    def _look_ahead(self, upcoming: list[Unit] | None) -> None:
+        """Start to gather what will be needed next (None: unknown). At most `prefetch` units are
+        ahead: what was fetched on a hint that proved wrong is freed first."""
         if upcoming is None:
             return
         for other in [u for u in self._ahead if u not in upcoming]:
             self._ahead.remove(other)
             other.free()
-        self._fetch(upcoming)
-
-    def _fetch(self, units: list[Unit]) -> None:
-        for unit in units:
+        for unit in upcoming:
             if not unit.gathered:
                 unit.begin_gather()
                 self._ahead.append(unit)
@@ -258,9 +259,10 @@ class FSDP(ShardedModule):
                 # Backward begins where forward ended: fetch while the loss is computed.
                 if any(unit.trainable for unit in self.units):
                     gathered_first = [u for u in self._backward_hint.expected if u.flats]
-                    self._fetch(gathered_first[: self.prefetch])
+                    self._look_ahead(gathered_first[: self.prefetch])
 
     def _free_ahead(self) -> None:
+        self._upcoming = None
         for unit in self._ahead:
             unit.free()
         self._ahead.clear()
@@ -298,8 +300,20 @@ class FSDP(ShardedModule):
             use.check()
             use.open, use.task = True, _backward_task()
             self._opened.append(use)
-            self._make_ready(use.unit, self._backward_hint.after(use.unit, self.prefetch))
+            self._make_ready(use.unit)
             use.unit.enter()
+            self._upcoming = self._backward_hint.after(use.unit, self.prefetch)
+            if self._in_flight is None or self.placement.sends_beside:
+                self._look_ahead(self._upcoming)
+                self._upcoming = None
+
+    def _clear_the_line(self) -> None:
+        """End the reduction under way, then begin the gather that waits for it: when the unit gets
+        its first gradient, or before anything else is sent, in the same order on all ranks."""
+        if self._upcoming is not None:
+            upcoming, self._upcoming = self._upcoming, None
+            self._finish_in_flight()
+            self._look_ahead(upcoming)
 
     def _on_gradient(self, flat: FlatShard, index: int, whole: nn.Parameter) -> None:
         if not self._end_queued:
@@ -307,6 +321,7 @@ class FSDP(ShardedModule):
         unit = self._unit_of[flat]
         if not unit.visits:
             unit.waiting = True  # nothing announced this backward: reduce it at the end
+        self._clear_the_line()
         grad, whole.grad = whole.grad, None
         flat.add_gradient(index, grad.detach() if grad.requires_grad else grad)
 
@@ -331,13 +346,18 @@ class FSDP(ShardedModule):
 
     def _reduce(self, unit: Unit) -> None:
         unit.waiting = False
+        self._clear_the_line()
         for flat in unit.flats:
             if flat.trainable:
-                if self._in_flight is not None:
-                    self._in_flight.finish_reduce()
+                self._finish_in_flight()
                 flat.begin_reduce()
                 self._in_flight = flat
                 self._reduced.add(flat)
+
+    def _finish_in_flight(self) -> None:
+        if self._in_flight is not None:
+            self._in_flight.finish_reduce()
+            self._in_flight = None
 
     def _queue_end(self) -> None:
         """Once per backward: let autograd call `_end_of_backward`."""
@@ -350,6 +370,7 @@ class FSDP(ShardedModule):
     @torch.no_grad()
     def _end_of_backward(self) -> None:
         self._end_queued = False
+        self._clear_the_line()
         for use in sorted(self._opened, key=lambda use: use.start, reverse=True):
             self._end_backward(use)
         if self._sync:
@@ -418,24 +439,7 @@ class FSDP(ShardedModule):
 
     def __deepcopy__(self, memo):
         """An independent copy: its own shards and hooks, the same groups. Not collective."""
-        if self.busy or self.summoned is not None:
-            raise RuntimeError("an FSDP module cannot be copied inside a forward or backward")
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        nn.Module.__init__(twin)
-        twin.training, twin.placement = self.training, self.placement
-        twin.strategy, twin.prefetch = self.strategy, self.prefetch
-        for unit in self.units:  # functions are copied by reference: they would serve this one
-            unit.release()
-        try:
-            module = copy.deepcopy(self.module, memo)
-        finally:
-            for unit in self.units:
-                self._surround(unit)
-                self._listen(unit)
-        units, flats = copy_units(self.units, self.flats, memo)
-        ignored = zip(self.replicated.names, self.replicated.params, strict=True)
-        twin._begin(module, units, flats, {name: memo[id(param)] for name, param in ignored})
-        return twin
+        return copy_module(self, memo)
 
 
 def _backward_task() -> int:

@@ -15,6 +15,7 @@ the units that are just being filled.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 from collections.abc import Callable, Iterable
@@ -254,7 +255,29 @@ def make_placement(
     )  # fmt: skip
 
 
-def copy_units(
+def copy_module(original: Any, memo: dict[int, Any]) -> Any:
+    """deepcopy of an FSDP module. `memo`: what has been copied so far, by id."""
+    if original.busy or original.summoned is not None:
+        raise RuntimeError("an FSDP module cannot be copied inside a forward or backward")
+    twin = memo[id(original)] = type(original).__new__(type(original))
+    nn.Module.__init__(twin)
+    twin.training, twin.placement = original.training, original.placement
+    twin.strategy, twin.prefetch = original.strategy, original.prefetch
+    for unit in original.units:  # functions are copied by reference: they would serve this one
+        unit.release()
+    try:
+        module = copy.deepcopy(original.module, memo)
+    finally:
+        for unit in original.units:
+            original._surround(unit)
+            original._listen(unit)
+    units, flats = _copy_units(original.units, original.flats, memo)
+    ignored = zip(original.replicated.names, original.replicated.params, strict=True)
+    twin._begin(module, units, flats, {name: memo[id(param)] for name, param in ignored})
+    return twin
+
+
+def _copy_units(
     units: list[Unit], flats: list[FlatShard], memo: dict[int, Any]
 ) -> tuple[list[Unit], list[FlatShard]]:
     """The same units and shards for the modules and parameters that deepcopy's `memo` has."""

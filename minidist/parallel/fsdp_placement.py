@@ -65,6 +65,12 @@ class Placement:
         return 1 if self.replica_group is None else self.replica_group.size()
 
     @property
+    def sends_beside(self) -> bool:
+        """Whether communication has its own engines. On a CPU it takes the cores from the
+        computation: two transfers at once are no faster, and hold the memory of both."""
+        return self.device.type != "cpu"
+
+    @property
     def groups(self) -> list[Any]:
         """All groups in which something has to be sent."""
         return [g for g in (self.shard_group, self.replica_group) if g is not None]
