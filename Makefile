@@ -1,6 +1,6 @@
 # Every target sets up .venv first if it is missing or out of date; once set up, none needs the network.
 #   make demo    the main job: every strategy trains the same small GPT, and shows what it costs
-#   make test    the tests
+#   make test    the tests, two files at a time
 #   make learn   JupyterLab in chapters/
 #   make book    the chapters as pages to read, out/book/index.html
 #   make chapters   execute every chapter, as CI does (make notebooks: write their outputs anew)
@@ -34,7 +34,7 @@ demo: $(READY)
 	$(BIN)/python -m minidist compare --plot out/compare.png --json out/compare.json
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 learn: $(READY)
 	$(BIN)/python -m minidist learn
