@@ -180,9 +180,9 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
     root = shape_of(config.model).parameters - config.model.layers * block
     two = min(2, config.model.layers)
     whole = root + (two if kind == "fsdp" else config.model.layers) * block
-    # In backward the root's gradients, those of a block and of the one before are whole at once;
-    # the shards of root and block, counted as gradients, do not exist yet.
-    unreduced = root + two * block - (root + (two - 1) * block) / ranks
+    # In backward the root's gradients and those of a block are whole at once; the root's shard,
+    # counted as gradients, does not exist yet. (On a GPU a block before is still being reduced.)
+    unreduced = root + block - root / ranks
     reduced_size = 4 if config.masters else size
     buffers = reduced_size * (unreduced + apart * block)  # and other ranks' parts of the block
     return {"gathered": size * whole, "buffers": buffers}
