@@ -219,12 +219,12 @@ def test_ranks_that_cut_the_world_differently():
 WORLDS = """
     import sys, torch, minidist as md
     from minidist.comm import collectives as coll
-    with md.init(timeout=2):
+    with md.init(timeout=float(sys.argv[1])):
         coll.all_reduce(torch.ones(1))
     """
 
 
-def _by_hand(tmp_path, code, ranks):
+def _by_hand(tmp_path, code, ranks, limit):
     """Programs that are told by hand who they are: {rank: world size}; what each says."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -234,7 +234,7 @@ def _by_hand(tmp_path, code, ranks):
     script.write_text(textwrap.dedent(code))
     programs = [
         subprocess.Popen(
-            [sys.executable, str(script)], stderr=subprocess.PIPE, text=True,
+            [sys.executable, str(script), str(limit)], stderr=subprocess.PIPE, text=True,
             env={**os.environ, **job, "RANK": str(rank), "WORLD_SIZE": str(world)},
         )
         for rank, world in ranks.items()
@@ -247,11 +247,21 @@ def _by_hand(tmp_path, code, ranks):
             program.wait()
 
 
-def test_ranks_that_are_told_different_world_sizes(tmp_path):
+@pytest.mark.parametrize("worlds", [{0: 2, 1: 3}, {0: 3, 1: 2}])
+def test_ranks_that_are_told_different_world_sizes(worlds, tmp_path):
     begun = time.monotonic()
-    said = _by_hand(tmp_path, WORLDS, {0: 2, 1: 3})
-    note(time.monotonic() - begun, (said[1] or said[0]).splitlines()[-1])
-    assert any("Error" in words for words in said), said
+    said = _by_hand(tmp_path, WORLDS, worlds, limit=30)
+    seconds = time.monotonic() - begun
+    note(seconds, said[0].splitlines()[-1])
+    assert f"rank 0 was told WORLD_SIZE={worlds[0]}, rank 1 WORLD_SIZE={worlds[1]}" in said[0]
+    # In its own words, unless rank 0, which keeps the store, has ended first.
+    assert "Error" in said[1]
+    assert seconds < 30, "nobody waits for the limit"
+
+
+def test_a_rank_that_is_never_started(tmp_path):
+    (said,) = _by_hand(tmp_path, WORLDS, {0: 2}, limit=1)
+    assert "TimeoutError: rank 1 of 2 did not join within 1 s" in said
 
 
 # --------------------------------------------------------------------- ports, programs, other jobs

@@ -33,8 +33,8 @@ def init(backend: str | None = None, timeout: float = 60) -> Iterator[Context]:
 
     Under torchrun: its process group, with NCCL when every rank on this machine has a GPU of its
     own, else gloo. Inside `launch`: the group that is there, which stays as it is. Otherwise a
-    world of one rank, without any port. `timeout`: seconds a rank waits for another in a
-    collective; the error after that, or when a rank is lost, says what every rank was doing.
+    world of one rank, without any port. `timeout`: seconds a rank waits for another, to join or in
+    a collective; the error after that, or when a rank is lost, says what every rank was doing.
     """
     if dist.is_initialized():
         yield _context()
@@ -55,15 +55,7 @@ def init(backend: str | None = None, timeout: float = 60) -> Iterator[Context]:
     if "WORLD_SIZE" in os.environ and "nccl" not in backend:
         tune_process()
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            # torchrun's store lives through restarts. Read without a prefix, it may still hold the
-            # address of a killed rank, and connecting to that fails.
-            dist.init_process_group(
-                backend, store=_torchrun_store("group", limit), timeout=limit,
-                rank=_env("RANK", 0), world_size=_env("WORLD_SIZE", 1),
-            )  # fmt: skip
-        else:
-            dist.init_process_group(backend, timeout=limit)
+        _join(backend, timeout)
         beacon = _beacon(timeout)
     else:
         dist.init_process_group(
@@ -113,21 +105,58 @@ def _keep_freed_memory() -> None:
         mallopt(trim_threshold, (1 << 31) - 1)
 
 
+def _join(backend: str, timeout: float) -> None:
+    rank, size = _env("RANK", 0), _env("WORLD_SIZE", 1)
+    by_hand = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    limit = datetime.timedelta(seconds=timeout)
+    store = _connect(limit, host=by_hand and rank == 0)
+    if by_hand:
+        _compare_world_sizes(store, rank, size, timeout)
+    # Only the group keeps the store: rank 0's ends with it.
+    dist.init_process_group(
+        backend, store=_names_for("group", store), timeout=limit, rank=rank, world_size=size
+    )
+
+
 def _beacon(timeout: float) -> watchdog.Beacon:
     # A connection of its own: that of the process group is locked while the main thread waits.
-    store = _torchrun_store("beacon", datetime.timedelta(seconds=5))
+    store = _names_for("beacon", _connect(datetime.timedelta(seconds=5)))
     limit = timeout if "nccl" in dist.get_backend() else None
     return watchdog.Beacon(store, dist.get_rank(), dist.get_world_size(), limit)
 
 
-def _torchrun_store(purpose: str, timeout: datetime.timedelta) -> dist.Store:
-    """A new connection to the job's store, with names of its own for this attempt."""
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], _env("MASTER_PORT", 0), is_master=False, timeout=timeout,
-        wait_for_workers=False,
+def _connect(timeout: datetime.timedelta, host: bool = False) -> dist.Store:
+    """A new connection to the job's store, which torchrun keeps, or else rank 0 (`host`)."""
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], _env("MASTER_PORT", 0), is_master=host, timeout=timeout,
+        wait_for_workers=False, multi_tenant=True,
     )  # fmt: skip
+
+
+def _names_for(purpose: str, store: dist.Store) -> dist.Store:
+    """The store with names of its own for this attempt. torchrun's lives through restarts: without
+    them it may still hold the address of a killed rank, and connecting to that fails."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"minidist/{purpose}/{attempt}/{os.environ['WORLD_SIZE']}", store)
+
+
+def _compare_world_sizes(store: dist.Store, rank: int, size: int, timeout: float) -> None:
+    """An error at once if a rank was told another size, and within the limit if one is missing.
+
+    Without it gloo connects the ranks that are there. The one that has to be dialled waits for five
+    times the limit, which is fixed in gloo, while the other waits for a rank that nobody started.
+    """
+    store.set(f"minidist/told/{rank}", str(size))
+    for other in range(size):
+        try:
+            told = int(store.get(f"minidist/told/{other}"))
+        except dist.DistStoreError:
+            text = f"rank {other} of {size} did not join within {timeout:g} s"
+            raise TimeoutError(text) from None
+        if told != size:
+            raise RuntimeError(
+                f"rank {rank} was told WORLD_SIZE={size}, rank {other} WORLD_SIZE={told}"
+            )
 
 
 def _context() -> Context:
