@@ -299,6 +299,47 @@ def test_memory_by_kind(run_ranks, strategy):
             assert peak["parameters"] == whole
 
 
+def test_on_a_cpu_one_transfer_at_a_time(run_ranks):
+    """No unit is gathered while gradients are being reduced: backward holds one or the other."""
+
+    def run():
+        from minidist.parallel.fsdp_flat import FlatShard
+
+        names = ("begin_gather", "finish_gather", "begin_reduce", "finish_reduce")
+        methods = {name: getattr(FlatShard, name) for name in names}
+        events = []
+
+        def watched(name):
+            def method(flat):
+                before = flat.gathering, flat.reducing
+                methods[name](flat)
+                if (flat.gathering, flat.reducing) != before:
+                    events.append((name, flat.number))
+
+            return method
+
+        model = md.FSDP(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), units=nn.Linear)
+        x = torch.ones(2, 8)
+        for name in names:
+            setattr(FlatShard, name, watched(name))
+        try:
+            for _ in range(2):
+                loss = model(x).sum()
+                events.clear()
+                loss.backward()
+        finally:
+            for name in names:
+                setattr(FlatShard, name, methods[name])
+        return events
+
+    right = [("finish_gather", 3), ("begin_gather", 2)]
+    for unit in (2, 1, 0):
+        right += [("begin_reduce", unit + 1), ("finish_reduce", unit + 1), ("finish_gather", unit)]
+        right += [("begin_gather", unit - 1)] * (unit > 0)
+    right += [("begin_reduce", 0), ("finish_reduce", 0)]
+    assert run_ranks(run, 2) == [right] * 2
+
+
 def test_masters_and_gathered_bytes_in_mixed_precision(run_ranks):
     def run():
         precision = md.MixedPrecision(torch.bfloat16, torch.float32)
@@ -641,6 +682,35 @@ def test_activation_checkpointing(run_ranks, strategy, reentrant, around):
         units = (Embed, Head, Inside if around == "inside" else Block)
         model, serial = md.FSDP(Model(), strategy=strategy, units=units), Model()
         train_both(model, serial, steps=2, optimizer_class=torch.optim.SGD)
+        settled(model)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_that_does_not_use_its_argument(run_ranks, reentrant):
+    """Autograd then accumulates "no gradient" into the argument, here a parameter of the root."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(4)
+            self.scale, self.layer = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+
+        def forward(self, x, uses):
+            call = lambda x, scale: self.layer(x * scale if uses else x)  # noqa: E731
+            return checkpoint(call, x, self.scale, use_reentrant=reentrant)
+
+    def run():
+        model, serial = md.FSDP(Scaled().double(), units=nn.Linear), Scaled().double()
+        x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+        for _ in range(2):
+            model.zero_grad()
+            model(x, dist.get_rank() == 0).sum().backward()
+        sum(serial(x, rank == 0).sum() / 2 for rank in range(2)).backward()
+        grads = model.full_grads()
+        for name, param in serial.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, **TOLERANCE, msg=name)
         settled(model)
 
     run_ranks(run, 2)
@@ -1162,6 +1232,83 @@ def test_debug_mode(run_ranks):
             del os.environ["MINIDIST_DEBUG"]
 
     run_ranks(run, 3)
+
+
+class OwnBackward(torch.autograd.Function):
+    """Going backward: fails, or sends something of its own, as a norm over all ranks does."""
+
+    @staticmethod
+    def forward(ctx, x, does):
+        ctx.does = does
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.does == "fail":
+            raise ZeroDivisionError("on purpose")
+        grad = grad.clone()
+        dist.all_reduce(grad, dist.ReduceOp.AVG)
+        return grad, None
+
+
+class SometimesUsed(nn.Module):
+    """Whether the weights are used depends on the rank: one gets gradients, its neighbour none."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(4, 4)
+        self.does = self.other = None
+
+    def forward(self, x):
+        if self.does:
+            x = OwnBackward.apply(x, self.does)
+        x = self.linear(x) if (self.number + dist.get_rank()) % 2 else x
+        return torch.tanh(x if self.other is None else self.other[0](x))
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "HYBRID_SHARD"])
+@pytest.mark.parametrize("between", ["nothing", "send", "fail", "FSDP", "DDP"])
+def test_same_order_whichever_gradients_come(run_ranks, strategy, between):
+    """All ranks send the same in the same order, also seen from what others send in between: a
+    unit's own collective, a second model in the middle of a unit, the step after a failure."""
+
+    def layers():
+        torch.manual_seed(3)
+        return nn.Sequential(*(SometimesUsed(number) for number in range(5))).double()
+
+    def run():
+        os.environ["MINIDIST_DEBUG"] = "1"  # compares over ranks
+        options = {"strategy": strategy, "units": SometimesUsed}
+        if strategy == "HYBRID_SHARD":
+            options["group"] = dist.init_device_mesh("cpu", (2, 2))
+        model = md.FSDP(layers(), **options)
+        parts = list(model.module)
+        if between == "send":
+            for part in parts:
+                part.does = "send"
+        elif between == "FSDP":  # in a tuple: not a part of this module
+            parts[2].other = (md.FSDP(layers(), **options),)
+        elif between == "DDP":
+            for part in parts:
+                part.other = (md.DDP(nn.Linear(4, 4).double()),)
+        try:
+            for step in range(4):
+                x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+                if between == "fail" and step:
+                    parts[step].does = "fail"
+                    with pytest.raises(ZeroDivisionError):
+                        model(x).sum().backward()
+                    parts[step].does = None
+                    model.zero_grad()
+                with sent() as records:
+                    model(x).sum().backward()
+                settled(model)
+            return [(r.op, r.by, r.numel) for r in records]
+        finally:
+            del os.environ["MINIDIST_DEBUG"]
+
+    first, *others = run_ranks(run, 4 if strategy == "HYBRID_SHARD" else 2)
+    assert all(other == first for other in others)
 
 
 def test_two_models_in_one_step(run_ranks):

@@ -12,8 +12,9 @@
     optimizer            any torch optimizer, on the pieces of parameters that this rank owns
 
 While a unit computes, the next one (in the order of the last time) is being gathered, and the
-gradients of the one before are being reduced. Bytes sent per step: 3(N-1)/N of the parameters,
-2(N-1)/N when they stay gathered between forward and backward.
+gradients of the one before are being reduced; on a CPU it begins when these have arrived. Bytes
+sent per step: 3(N-1)/N of the parameters, 2(N-1)/N when they stay gathered between forward and
+backward.
 
 How does a unit's backward announce its beginning and its end? The gradient of its output starts it.
 Autograd runs strictly backwards in time, so when the output of an earlier unit gets its gradient,
@@ -125,7 +126,6 @@ class FSDP(ShardedModule):
         self._with_grad = True  # the outermost forward began with gradients enabled
         self._keep_graph = False
         self._end_queued = False
-        self._upcoming: list[Unit] | None = None  # to be gathered once nothing is being reduced
         self._in_flight: FlatShard | None = None  # being reduced; one at a time shares memory
         self._reduced: set[FlatShard] = set()  # in this backward
         self.replicated = Replicated(ignored, self.placement, self._on_replicated_gradient)
@@ -214,7 +214,9 @@ class FSDP(ShardedModule):
             self._end_outermost(unit, failed)
 
     def _make_ready(self, unit: Unit) -> None:
-        self._clear_the_line()
+        # Here and not when a gradient comes: which gradients come may differ between the ranks.
+        if not self.placement.sends_beside:
+            self._finish_in_flight()
         if unit in self._ahead:
             self._ahead.remove(unit)
         unit.begin_gather()
@@ -262,7 +264,6 @@ class FSDP(ShardedModule):
                     self._look_ahead(gathered_first[: self.prefetch])
 
     def _free_ahead(self) -> None:
-        self._upcoming = None
         for unit in self._ahead:
             unit.free()
         self._ahead.clear()
@@ -302,18 +303,7 @@ class FSDP(ShardedModule):
             self._opened.append(use)
             self._make_ready(use.unit)
             use.unit.enter()
-            self._upcoming = self._backward_hint.after(use.unit, self.prefetch)
-            if self._in_flight is None or self.placement.sends_beside:
-                self._look_ahead(self._upcoming)
-                self._upcoming = None
-
-    def _clear_the_line(self) -> None:
-        """End the reduction under way, then begin the gather that waits for it: when the unit gets
-        its first gradient, or before anything else is sent, in the same order on all ranks."""
-        if self._upcoming is not None:
-            upcoming, self._upcoming = self._upcoming, None
-            self._finish_in_flight()
-            self._look_ahead(upcoming)
+            self._look_ahead(self._backward_hint.after(use.unit, self.prefetch))
 
     def _on_gradient(self, flat: FlatShard, index: int, whole: nn.Parameter) -> None:
         if not self._end_queued:
@@ -321,9 +311,9 @@ class FSDP(ShardedModule):
         unit = self._unit_of[flat]
         if not unit.visits:
             unit.waiting = True  # nothing announced this backward: reduce it at the end
-        self._clear_the_line()
         grad, whole.grad = whole.grad, None
-        flat.add_gradient(index, grad.detach() if grad.requires_grad else grad)
+        if grad is not None:  # a reentrant checkpoint has none for an argument it did not use
+            flat.add_gradient(index, grad.detach() if grad.requires_grad else grad)
 
     def _on_replicated_gradient(self) -> None:
         if not self._end_queued:
@@ -346,7 +336,6 @@ class FSDP(ShardedModule):
 
     def _reduce(self, unit: Unit) -> None:
         unit.waiting = False
-        self._clear_the_line()
         for flat in unit.flats:
             if flat.trainable:
                 self._finish_in_flight()
@@ -370,7 +359,6 @@ class FSDP(ShardedModule):
     @torch.no_grad()
     def _end_of_backward(self) -> None:
         self._end_queued = False
-        self._clear_the_line()
         for use in sorted(self._opened, key=lambda use: use.start, reverse=True):
             self._end_backward(use)
         if self._sync:
