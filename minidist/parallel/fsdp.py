@@ -126,6 +126,7 @@ class FSDP(ShardedModule):
         self._with_grad = True  # the outermost forward began with gradients enabled
         self._keep_graph = False
         self._end_queued = False
+        self._one_at_a_time = not self.placement.sends_beside
         self._in_flight: FlatShard | None = None  # being reduced; one at a time shares memory
         self._reduced: set[FlatShard] = set()  # in this backward
         self.replicated = Replicated(ignored, self.placement, self._on_replicated_gradient)
@@ -214,8 +215,9 @@ class FSDP(ShardedModule):
             self._end_outermost(unit, failed)
 
     def _make_ready(self, unit: Unit) -> None:
-        # Here and not when a gradient comes: which gradients come may differ between the ranks.
-        if not self.placement.sends_beside:
+        # Not when a gradient comes: which gradients come may differ between ranks, and what is sent
+        # next must not. (SHARD_GRAD_OP sends nothing next, and waits for the first gradient.)
+        if self._one_at_a_time and self.strategy != "SHARD_GRAD_OP":
             self._finish_in_flight()
         if unit in self._ahead:
             self._ahead.remove(unit)
@@ -311,6 +313,8 @@ class FSDP(ShardedModule):
         unit = self._unit_of[flat]
         if not unit.visits:
             unit.waiting = True  # nothing announced this backward: reduce it at the end
+        if self._one_at_a_time and self.strategy == "SHARD_GRAD_OP" and flat.grads is None:
+            self._finish_in_flight()  # before this unit takes memory for its own
         grad, whole.grad = whole.grad, None
         if grad is not None:  # a reentrant checkpoint has none for an argument it did not use
             flat.add_gradient(index, grad.detach() if grad.requires_grad else grad)
