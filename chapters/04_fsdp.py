@@ -994,7 +994,7 @@ for prefetch in (0, 1, 2):
 #
 # 读法：`prefetch 0` 里每个 `>` 都紧贴在要用它的 `F` 或 `B` 之前，必须干等；`prefetch 1` 里 `>1` 在 `F0` **之前**就已发出，反向里 `>1` 在 `B2` 之前。所以文档说“反向时提前收集下一层”是对的，只要记住：反向里的“下一层”是前向的**上一层**。torch 的 FSDP1 把这叫 `BACKWARD_PRE`（先发收集，再算梯度）；`BACKWARD_POST` 是算完再发，省一个单元的内存，少一些重叠；FSDP2 只有前者。
 #
-# `>0` 却在 `B1` **之后**：那时 `<2` 还在路上。CPU 上通信和计算用的是同样的核，两次传输一起走并不更快，却要一起占内存，所以 `md.FSDP` 等到前一次结束才发下一次，最晚在该单元的第一个梯度到来时。GPU 上通信不占计算的时间，`>0` 就和 `>1` 一样，赶在前面。
+# 反向里 `<2` 和 `>0` 挨着：在 GPU 上两次传输可以一起走；在 CPU 上通信和计算用的是同样的核，一起走并不更快，却要一起占内存，所以 `md.FSDP` 先等 `<2` 走完，再发 `>0`。
 #
 # 每多预取一层，峰值正好多一个 `Block`。次序是从上一步学来的：第一步没有预取。
 #
@@ -1004,7 +1004,7 @@ for prefetch in (0, 1, 2):
 #
 # How to read it: with `prefetch 0` every `>` stands right before the `F` or `B` that needs it, which can only wait. With `prefetch 1` the gather `>1` leaves **before** `F0`, and in backward `>1` before `B2`. So the document is right that backward gathers the next layer ahead, as long as you remember that "next" in backward is the **previous** layer of the forward. torch's FSDP1 calls this `BACKWARD_PRE` (first the gather, then the gradients); `BACKWARD_POST` gathers afterwards, saves the memory of one unit and overlaps less; FSDP2 only has the former.
 #
-# `>0` however leaves **after** `B1`: `<2` is still under way then. On a CPU, communication and compute share the cores; two transfers at once are no faster, but both take memory. So `md.FSDP` lets the first one end, at the latest when the unit's first gradient arrives, and only then starts the next. On a GPU communication does not take time from compute, and `>0` leaves as early as `>1`.
+# In backward `<2` and `>0` stand side by side. On a GPU both may be under way together; on a CPU communication and compute share the cores, two transfers at once are no faster, but both take memory, so `md.FSDP` waits for the end of `<2` before `>0` leaves.
 #
 # Each unit of prefetch adds exactly one `Block` to the peak. The order is learnt from the step before: the first step has no prefetch.
 #

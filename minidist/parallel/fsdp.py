@@ -12,7 +12,7 @@
     optimizer            any torch optimizer, on the pieces of parameters that this rank owns
 
 While a unit computes, the next one (in the order of the last time) is being gathered, and the
-gradients of the one before are being reduced; on a CPU it begins when these have arrived. Bytes
+gradients of the one before are being reduced (on a CPU one after the other). Bytes
 sent per step: 3(N-1)/N of the parameters, 2(N-1)/N when they stay gathered between forward and
 backward.
 
