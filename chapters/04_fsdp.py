@@ -252,7 +252,7 @@ figures.memory_bars({name: {k: memory[0][name][k] for k in STATES} for name in S
 # %% [markdown]
 # <div lang="zh">
 #
-# `FULL_SHARD` 约 30%：四分之一，再加上正在用的几个单元（黑线右边多出的那一截；单元越小，这一截越短）。`SHARD_GRAD_OP` 却要将近一半：从前向开始到反向结束，**完整的参数一直在**，这部分不随 N 变小。公式是 4 + 16/N 字节/参数；峰值出现在反向途中，那时后面的层已经开始释放，前面各层的梯度还没有，所以实测比黑线略少。（`NO_SHARD` 比 DDP 多出的 0.32，是正在归约的那个单元的缓冲区。）
+# `FULL_SHARD` 略多于四分之一：分片的 25%，再加上正在用的几个单元（黑线右边多出的那一截；单元越小，这一截越短）。`SHARD_GRAD_OP` 却要将近一半：从前向开始到反向结束，**完整的参数一直在**，这部分不随 N 变小。公式是 4 + 16/N 字节/参数；峰值出现在反向途中，那时后面的层已经开始释放，前面各层的梯度还没有，所以实测比黑线略少。
 #
 # 4 个 rank 时差别还不大。N 变大呢？换成混合精度来算（参数和梯度 bf16，主副本和 Adam 状态 fp32，合计也是 16 字节/参数），ZeRO 论文的公式是 `SHARD_GRAD_OP` 2 + 14/N，`FULL_SHARD` 16/N。
 #
@@ -262,7 +262,7 @@ figures.memory_bars({name: {k: memory[0][name][k] for k in STATES} for name in S
 #
 # <div lang="en">
 #
-# `FULL_SHARD` takes about 30%: a quarter, and on top of it the units in use (what sticks out beyond the black line; the smaller the units, the shorter it is). But `SHARD_GRAD_OP` takes nearly half: the **whole parameters stay** from the beginning of forward to the end of backward, and that part does not shrink with N. The formula is 4 + 16/N bytes per parameter; the fullest moment comes on the way through backward, when the later layers begin to be freed and the earlier ones have no gradients yet, so the measured bar ends a little before the line. (The 0.32 that `NO_SHARD` has over DDP is the buffer of the unit that is being reduced.)
+# `FULL_SHARD` takes a little more than a quarter: the 25% of its shards, and on top of them the units in use (what sticks out beyond the black line; the smaller the units, the shorter it is). But `SHARD_GRAD_OP` takes nearly half: the **whole parameters stay** from the beginning of forward to the end of backward, and that part does not shrink with N. The formula is 4 + 16/N bytes per parameter; the fullest moment comes on the way through backward, when the later layers begin to be freed and the earlier ones have no gradients yet, so the measured bar ends a little before the line.
 #
 # With 4 ranks the difference is modest. With more? In mixed precision (parameters and gradients in bf16, master copies and Adam states in fp32, 16 bytes per parameter again) the ZeRO paper's formulas are 2 + 14/N for `SHARD_GRAD_OP` and 16/N for `FULL_SHARD`.
 #
