@@ -12,9 +12,8 @@
     optimizer            any torch optimizer, on the pieces of parameters that this rank owns
 
 While a unit computes, the next one (in the order of the last time) is being gathered, and the
-gradients of the one before are being reduced (on a CPU one after the other). Bytes
-sent per step: 3(N-1)/N of the parameters, 2(N-1)/N when they stay gathered between forward and
-backward.
+gradients of the one before are being reduced (on a CPU one after the other). Bytes sent per step:
+3(N-1)/N of the parameters, 2(N-1)/N when they stay gathered between forward and backward.
 
 How does a unit's backward announce its beginning and its end? The gradient of its output starts it.
 Autograd runs strictly backwards in time, so when the output of an earlier unit gets its gradient,
@@ -126,7 +125,6 @@ class FSDP(ShardedModule):
         self._with_grad = True  # the outermost forward began with gradients enabled
         self._keep_graph = False
         self._end_queued = False
-        self._one_at_a_time = not self.placement.sends_beside
         self._in_flight: FlatShard | None = None  # being reduced; one at a time shares memory
         self._reduced: set[FlatShard] = set()  # in this backward
         self.replicated = Replicated(ignored, self.placement, self._on_replicated_gradient)
@@ -217,7 +215,7 @@ class FSDP(ShardedModule):
     def _make_ready(self, unit: Unit) -> None:
         # Not when a gradient comes: which gradients come may differ between ranks, and what is sent
         # next must not. (SHARD_GRAD_OP sends nothing next, and waits for the first gradient.)
-        if self._one_at_a_time and self.strategy != "SHARD_GRAD_OP":
+        if self.placement.one_at_a_time and self.strategy != "SHARD_GRAD_OP":
             self._finish_in_flight()
         if unit in self._ahead:
             self._ahead.remove(unit)
@@ -313,7 +311,7 @@ class FSDP(ShardedModule):
         unit = self._unit_of[flat]
         if not unit.visits:
             unit.waiting = True  # nothing announced this backward: reduce it at the end
-        if self._one_at_a_time and self.strategy == "SHARD_GRAD_OP" and flat.grads is None:
+        if self.strategy == "SHARD_GRAD_OP" and self.placement.one_at_a_time and flat.grads is None:
             self._finish_in_flight()  # before this unit takes memory for its own
         grad, whole.grad = whole.grad, None
         if grad is not None:  # a reentrant checkpoint has none for an argument it did not use

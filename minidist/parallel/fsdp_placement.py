@@ -65,10 +65,10 @@ class Placement:
         return 1 if self.replica_group is None else self.replica_group.size()
 
     @property
-    def sends_beside(self) -> bool:
-        """Whether communication has its own engines. On a CPU it takes the cores from the
-        computation: two transfers at once are no faster, and hold the memory of both."""
-        return self.device.type != "cpu"
+    def one_at_a_time(self) -> bool:
+        """Whether a transfer ends before the next begins. On a CPU all of them take their time from
+        the computation: two at once are no faster, and hold the memory of both."""
+        return self.device.type == "cpu"
 
     @property
     def groups(self) -> list[Any]:
