@@ -1,8 +1,8 @@
 """The benchmark harness: right contestants, right arithmetic, nobody can win by computing less."""
 
 import json
-import os
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ import torch
 from minidist.cli import main
 from minidist.comm import collectives as coll
 from minidist.comm.launch import RankFailure
+from minidist.comm.tuning import tuned
 from minidist.measure import bench, bench_data_parallel, bench_model_parallel, bench_report
 from minidist.measure.bench import Contestant, Outcome, Skip
 from minidist.measure.commands import SMALL
@@ -73,9 +74,7 @@ def test_remarks_say_what_the_table_does_not():
     ]
     row.update(met=True, other_load=0.0, skipped={}, ours_peak_bytes=100)
     assert bench_report.remarks([row]) == ["All 1 goals are met."]
-    assert (
-        bench_report.line(row) == "ddp, 2 ranks: 3000.0 ms, 0.75 of torch, 1.50 scheduled like ours"
-    )
+    assert bench_report.line(row) == "ddp, 2 ranks: 3000.0 ms, 0.75 of torch, 1.50 tuned like us"
 
 
 def test_the_fastest_version_counts_on_both_sides():
@@ -98,14 +97,15 @@ def test_a_row_without_peers():
     assert bench_report.remarks([row]) == []
 
 
-def made_up(turns):
+def made_up(log):
     """Contestants that note whose turn it is; one is slow on rank 1, three cannot take part."""
 
     def counting(name, loss):
         def build():
             def step():
-                batch = not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) == os.SCHED_BATCH
-                turns.append(name if batch else f"{name}, as launched")
+                if coll.rank() == 0:
+                    with open(log, "a", encoding="utf-8") as turns:
+                        print(name if tuned() else f"{name}, as launched", file=turns)
                 return None if loss is None else torch.tensor(loss)
 
             return step
@@ -142,26 +142,49 @@ def made_up(turns):
     ]
 
 
-def test_turns_alternate_and_misfits_are_left_out(run_ranks):
-    def run():
-        turns = []
-        outcomes = bench.compete(lambda: made_up(turns), rounds=2, steps=2)
-        return outcomes, turns
+def check(outcomes):
+    assert outcomes["absent"].skipped == "not installed on rank 1"
+    assert outcomes["broken"].skipped == "AttributeError: this torch has no such thing"
+    assert outcomes["wrong"].skipped == "its loss is 1.90000 where ours is 2.00000"
+    assert not outcomes["wrong"].rounds
+    # A turn is as long as its slowest rank, also seen from the quick one.
+    assert all(0.02 < t < 0.2 for r in outcomes["slow"].rounds for t in r)
+    assert [len(r) for r in outcomes["good"].rounds] == [2, 2]
+    assert not outcomes["minidist"].launched
 
-    for outcomes, turns in run_ranks(run, 2, timeout=60):
-        assert outcomes["absent"].skipped == "not installed on rank 1"
-        assert outcomes["broken"].skipped == "AttributeError: this torch has no such thing"
-        assert outcomes["wrong"].skipped == "its loss is 1.90000 where ours is 2.00000"
-        assert not outcomes["wrong"].rounds
-        # A turn is as long as its slowest rank, also seen from the quick one.
-        assert all(0.02 < t < 0.2 for r in outcomes["slow"].rounds for t in r)
-        assert [len(r) for r in outcomes["good"].rounds] == [2, 2]
-        assert [len(r) for r in outcomes["good"].launched] == [2, 2]
-        assert not any(outcomes["minidist"].launched)
-        warm_up = (bench.WARM_UP + 1) * 4  # and a step to see the memory; "wrong" ran it too
-        launched = "good, as launched" if hasattr(os, "SCHED_BATCH") else "good"
-        ours, peer = ["floor"] * 2 + ["minidist"] * 2, ["good"] * 2 + [launched] * 2
-        assert turns[warm_up:] == (ours + peer + peer + ours[::-1]) * 2
+
+WARM_UP = bench.WARM_UP + 1  # and a step to see the memory
+TURNS = [["floor"] * 2, ["minidist"] * 2, ["good"] * 2]
+
+
+def test_turns_alternate_and_misfits_are_left_out(tmp_path):
+    """Peers have a second turn each, in ranks of their own that nobody has tuned."""
+    log = tmp_path / "turns"
+    outcomes = bench.run(partial(made_up, str(log)), 2, rounds=2, steps=2, timeout=60)
+    check(outcomes)
+    assert [len(r) for r in outcomes["good"].launched] == [2, 2]
+    assert all(0.02 < t < 0.2 for r in outcomes["slow"].launched for t in r)
+    turns = log.read_text().splitlines()
+    assert turns[: 4 * WARM_UP : WARM_UP] == ["floor", "minidist", "good", "wrong"]
+    apart = ["good, as launched"]
+    assert turns[4 * WARM_UP :][: 2 * WARM_UP : WARM_UP] == [*apart, "wrong, as launched"]
+    floor, ours, peer = TURNS
+    peer = peer + apart * 2
+    assert turns[6 * WARM_UP :] == (floor + ours + peer + peer + ours + floor) * 2
+
+
+def test_under_torchrun_everybody_is_in_the_ranks_that_are_there(run_ranks, tmp_path):
+    outcomes = run_ranks(bench.run, 2, partial(made_up, str(tmp_path / "turns")), 2, rounds=2)
+    floor, ours, peer = TURNS
+    for outcome in outcomes:
+        check(outcome)
+        assert not outcome["good"].launched
+    turns = (tmp_path / "turns").read_text().splitlines()
+    assert turns[4 * WARM_UP :] == (floor + ours + peer + peer + ours + floor) * 2
+    row = bench.summarise("ddp", 2, outcomes[0], goal=0.9)
+    assert row["ratio_as_launched"] is row["met"] is None
+    assert row["ratio_to_best_peer"] > 0
+    bench_report.table([row])
 
 
 def test_our_own_failure_is_no_reason_to_skip(run_ranks):
@@ -169,7 +192,7 @@ def test_our_own_failure_is_no_reason_to_skip(run_ranks):
         def build():
             raise AttributeError("a bug of ours")
 
-        bench.compete(lambda: [Contestant("minidist", "ours", build)], rounds=1, steps=2)
+        bench.run(lambda: [Contestant("minidist", "ours", build)], 2, rounds=1)
 
     with pytest.raises(RankFailure, match="a bug of ours"):
         run_ranks(run, 2)
@@ -186,7 +209,7 @@ def test_peak_memory_is_what_the_contestant_needs(run_ranks):
 
             return step
 
-        return bench.compete(lambda: [Contestant("minidist", "ours", build)], 1, 2)["minidist"]
+        return bench.run(lambda: [Contestant("minidist", "ours", build)], 2, rounds=1)["minidist"]
 
     for result in run_ranks(run, 2, timeout=60):
         if result.peak_bytes is None:
@@ -216,7 +239,7 @@ def test_one_step_between_barriers_is_refused():
 )
 def test_every_row_runs_and_all_contestants_train_alike(run_ranks, module, row, peers):
     def run(make, row, config):
-        return bench.compete(lambda: make(row, config), rounds=1, steps=2)
+        return bench.run(lambda: make(row, config), 2, rounds=1)
 
     outcomes = run_ranks(run, 2, module.contestants, row, SMALL, timeout=60)[0]
     # A peer may be missing in another torch version; one whose loss differs is a bug of the bench.
@@ -239,7 +262,7 @@ def test_deepspeed_takes_part_or_says_why(run_ranks):
     def run(config):
         everybody = bench_data_parallel.contestants("zero1", config, deepspeed=True)
         mine = [c for c in everybody if "DeepSpeed" in c.name]
-        return bench.compete(lambda: mine, rounds=1, steps=2)
+        return bench.run(lambda: mine, 2, rounds=1)
 
     outcomes = run_ranks(run, 2, SMALL)[0]
     assert "not installed" in outcomes["DeepSpeed ZeRO-1"].skipped

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from minidist.comm import watchdog
 from minidist.comm.processes import loopback
+from minidist.comm.tuning import tune_process
 
 
 @dataclass(frozen=True)
@@ -72,37 +72,6 @@ def init(backend: str | None = None, timeout: float = 60) -> Iterator[Context]:
             beacon.close("finished")
     finally:
         dist.destroy_process_group()
-
-
-def tune_process() -> None:
-    """Let the system treat this process as what it is: a rank that computes for hours on a CPU."""
-    schedule_as("batch")
-    _keep_freed_memory()
-
-
-def schedule_as(policy: str) -> None:
-    """How the threads of this process share the cores. (Those started later inherit it.)
-
-    "batch": a thread that has data to receive waits until the computing one has used its time, or
-    waits itself. "normal", the system's default: it takes the core at once, often while the other
-    holds the lock of the very connection, and then spins. Only on Linux.
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        chosen = {"batch": os.SCHED_BATCH, "normal": os.SCHED_OTHER}[policy]
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(OSError):  # it has just ended, or a sandbox forbids it
-                os.sched_setscheduler(int(thread), chosen, os.sched_param(0))
-
-
-def _keep_freed_memory() -> None:
-    """Gradients, gathered parameters and receive buffers come and go in every step. The C library
-    keeps what is freed instead of paying for each page again, as CUDA's caching allocator does on
-    a GPU. Not on macOS or musl."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD in malloc.h
-        mallopt(mmap_threshold, 32 << 20)  # the largest that glibc accepts
-        mallopt(trim_threshold, (1 << 31) - 1)
 
 
 def _join(backend: str, timeout: float) -> None:

@@ -58,7 +58,7 @@ class Ranks:
     gets what the ranks print, line by line as it comes, instead of the terminal; a line that ends
     in "\\r" is unfinished and comes again (progress bars). `keep`: a failure after which every rank
     has returned leaves the ranks standing; otherwise they are ended. `backend`: "gloo", or
-    "cpu:gloo,cuda:nccl" with one GPU per rank.
+    "cpu:gloo,cuda:nccl" with one GPU per rank. `tune=False`: see `tuning.py`.
     """
 
     def __init__(
@@ -69,11 +69,13 @@ class Ranks:
         on_output: Output | None = None,
         keep: bool = False,
         backend: str = "gloo",
+        tune: bool = True,
     ):
         self._processes: list[processes.Forked | processes.Spawned] = []
         self.n = _whole(n)
         _check_timeout(timeout)
-        self.timeout, self.debug, self.keep, self.backend = timeout, debug, keep, backend
+        self.timeout, self.debug, self.keep = timeout, debug, keep
+        self.backend, self.tune = backend, tune
         self._on_output = on_output or print_output
         self._owner = os.getpid()
         self._busy = threading.Lock()
@@ -198,6 +200,7 @@ class Ranks:
             "rank": rank,
             "ranks": self.n,
             "backend": self.backend,
+            "tune": self.tune,
             "store": store,
             "debug": self.debug,
             "threads": int(threads) if threads.isdecimal() and int(threads) else 1,

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from minidist.comm.tuning import tune_connections
+
 AXES = ("dp", "pp", "tp")
 
 
@@ -42,6 +44,7 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     a mesh of several dimensions, TypeError for anything else.
     """
     if isinstance(group, dist.ProcessGroup):
+        tune_connections(group)
         return group
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -49,14 +52,14 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
             "or inside `with minidist.init():`"
         )
     if group is None:
-        return dist.group.WORLD
+        return resolve_group(dist.group.WORLD)
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"a group must be one axis of the mesh, but this mesh has {group.ndim} "
                 f"({', '.join(group.mesh_dim_names or ())}): pass for example mesh['dp']"
             )
-        return group.get_group()
+        return resolve_group(group.get_group())
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise RuntimeError(f"rank {dist.get_rank()} is not a member of this group")
     raise TypeError(

@@ -209,11 +209,11 @@ class _Rank:
         import torch
         import torch.distributed as dist
 
-        from minidist.comm.context import tune_process
+        from minidist.comm.tuning import tune_process
 
         # Before any operation: a thread per core in every rank would slow all of them down.
         torch.set_num_threads(setup["threads"])
-        if "nccl" not in setup["backend"]:
+        if setup["tune"] and "nccl" not in setup["backend"]:
             tune_process()
         if setup["debug"]:
             from minidist.comm import checks

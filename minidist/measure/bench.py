@@ -1,4 +1,4 @@
-"""Timing side by side: contestants in one process group, alternating, compared by ratios.
+"""Timing side by side: contestants take turns on the same cores, and are compared by ratios.
 
 Times on a shared machine drift by tens of percent within minutes, ratios of neighbours do not. So:
 
@@ -8,10 +8,10 @@ Times on a shared machine drift by tens of percent within minutes, ratios of nei
 * a turn's time is that of its slowest rank; a round's is the median of its turns;
 * a ratio is taken within a round, and the median over rounds is reported.
 
-Same model, data, dtype and optimizer for all, one thread per rank. Peers take each turn twice: with
-the scheduling of our ranks, and with the system's default, as they run where nothing of ours is
-(`comm.context.schedule_as`; that freed memory is kept serves all). Every contestant must reach the
-loss of the others in the warm-up steps, or it has computed something else and is left out.
+Same model, data, dtype and optimizer for all, one thread per rank. Peers take each turn twice: in
+the ranks where we run, which `comm.tuning` has prepared, and in ranks of their own that are as the
+system makes them, as torch's users launch them. Every contestant must reach the loss of the others
+in the warm-up steps, or it has computed something else and is left out.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidist.comm import collectives as coll
-from minidist.comm.context import schedule_as
+from minidist.comm import worker
 from minidist.comm.launch import Ranks
+from minidist.comm.tuning import tuned
 from minidist.measure.meter import measure
 from minidist.measure.process import malloced
 
@@ -65,9 +66,7 @@ class Outcome:
     rounds: list[list[float]] = field(default_factory=list)  # turns of each round
     cpu: list[float] = field(default_factory=list)  # CPU seconds per step and rank, per turn
     others: list[float] = field(default_factory=list)  # cores busy with other work, per turn
-    launched: list[list[float]] = field(
-        default_factory=list
-    )  # peers' rounds with default scheduling
+    launched: list[list[float]] = field(default_factory=list)  # peers: rounds as launched
     peak_bytes: int | None = None
     loss: float | None = None
     skipped: str | None = None
@@ -82,6 +81,13 @@ class Outcome:
     def as_launched(self) -> Outcome:
         return replace(self, rounds=self.launched)
 
+    def add(self, turns: list[tuple[float, float, float]]) -> None:
+        """One turn, as every rank saw it (see `_turn`)."""
+        walls, cpus, busy = zip(*turns, strict=True)
+        self.rounds[-1].append(max(walls))
+        self.cpu.append(statistics.mean(cpus))
+        self.others.append(max(0.0, busy[0] - sum(cpus) / max(walls)))
+
 
 def run(
     make: Callable[[], list[Contestant]],
@@ -94,57 +100,89 @@ def run(
 ) -> dict[str, Outcome]:
     """Let the contestants that `make()` returns on each rank compete; their outcomes by name.
 
-    On `world` new local ranks, or in the process group that is there. `steps`: per turn, at least
-    2. `trace`: file for a Perfetto trace of two of our steps. Raises `RankFailure` if a rank fails.
+    On `world` new local ranks, and as many more for the peers as launched; or in the process group
+    that is there, where peers run only beside us. `steps`: per turn, at least 2. `trace`: file for
+    a Perfetto trace of two of our steps. Raises `RankFailure` if a rank fails.
     """
     if steps < 2:
         raise ValueError(f"a turn has at least 2 steps, got {steps}: see the head of this file")
     if dist.is_initialized():  # torchrun started the ranks
-        return compete(make, rounds, steps, trace)
+        return _compete(_call_here, None, make, rounds, steps, trace)
     # What peers print (deprecations, banners) is not shown; a failure is told by RankFailure.
-    with Ranks(world, timeout=timeout, on_output=lambda rank, stream, line: None) as ranks:
-        return ranks.run(compete, make, rounds, steps, trace)[0]
+    quiet = {"timeout": timeout, "on_output": lambda rank, stream, line: None}
+    with Ranks(world, **quiet) as ours, Ranks(world, tune=False, **quiet) as launched:
+        end = time.monotonic() + timeout  # of the whole row
+
+        def in_time(ranks: Ranks) -> Callable:
+            return lambda *call: ranks.run(*call, timeout=max(1.0, end - time.monotonic()))
+
+        return _compete(in_time(ours), in_time(launched), make, rounds, steps, trace)
 
 
-def compete(make, rounds: int, steps: int, trace: str | None = None) -> dict[str, Outcome]:
-    """On every rank: prepare all contestants, let them take turns, put the numbers together."""
-    torch.set_num_threads(1)
-    entries = {}
-    for contestant in make():
-        entries[contestant.name] = (Outcome(contestant.role, contestant.factor), contestant)
-    ready: dict[str, Callable] = {}
-    for name, (outcome, contestant) in entries.items():
-        step = _prepare(contestant, outcome)
-        if step is not None:
-            ready[name] = step
-    outcomes = {name: outcome for name, (outcome, _) in entries.items()}
-    _check_losses(outcomes, ready)
-    names = list(ready)
+def _call_here(function: Callable, *args) -> list:
+    return coll.all_gather_object(function(*args))
+
+
+def _compete(call, launched, make, rounds: int, steps: int, trace: str | None) -> dict:
+    """`call(function, *args)` runs it on every rank and returns their answers, `launched` the same
+    in the ranks for peers as launched, if there are any."""
+    outcomes = _merged(call(_prepare_all, make, ("floor", "ours", "peer")))
+    apart = _merged(launched(_prepare_all, make, ("peer",))) if launched else {}
+    for name, outcome in apart.items():
+        outcomes[name].skipped = outcomes[name].skipped or outcome.skipped
+    names = [name for name, outcome in outcomes.items() if not outcome.skipped]
     for _ in range(rounds):
         for name in names:
             outcomes[name].rounds.append([])
-            outcomes[name].launched.append([])
+            outcomes[name].launched += [[]] if name in apart else []
         for order in (names, names[::-1]):
             for name in order:
-                outcome = outcomes[name]
-                wall, cpu, busy = _turn(ready[name], steps)
-                outcome.rounds[-1].append(wall)
-                outcome.cpu.append(cpu)
-                outcome.others.append(busy)
-                if outcome.role == "peer":
-                    schedule_as("normal")
-                    outcome.launched[-1].append(_turn(ready[name], steps)[0])
-                    schedule_as("batch")
-    for name in names:
-        _combine(outcomes[name])
+                outcomes[name].add(call(_turn, name, steps))
+                if name in apart:
+                    turns = launched(_turn, name, steps)
+                    outcomes[name].launched[-1].append(max(wall for wall, _, _ in turns))
+    if not launched and not tuned():  # on NCCL there is nothing to prepare: all ranks are alike
+        for name in names:
+            outcomes[name].launched = outcomes[name].rounds
     ours = [name for name in names if outcomes[name].role == "ours"]
     if ours and trace is not None:
-        _trace(ready[ours[0]], trace)
+        call(_trace, ours[0], trace)
+    for ranks in filter(None, (call, launched)):
+        ranks(_forget)
     return outcomes
 
 
-def _turn(step: Callable, steps: int) -> tuple[float, float, float]:
+def _merged(ranks: list[dict[str, Outcome]]) -> dict[str, Outcome]:
+    """One rank's outcomes, with the worst peak and the first loss that any rank has."""
+    for name, outcome in ranks[0].items():
+        everyone = [outcomes[name] for outcomes in ranks]
+        peaks = [o.peak_bytes for o in everyone if o.peak_bytes is not None]
+        outcome.peak_bytes = max(peaks, default=None)
+        outcome.loss = next((o.loss for o in everyone if o.loss is not None), None)
+    return ranks[0]
+
+
+# --- on the ranks -------------------------------------------------------------------------------
+
+
+def _prepare_all(make: Callable[[], list[Contestant]], roles: tuple) -> dict[str, Outcome]:
+    """Build and warm up everybody; those that cannot take part are marked as skipped."""
+    torch.set_num_threads(1)
+    outcomes, ready = {}, worker.state.setdefault("bench", {})
+    ready.clear()
+    for contestant in make():
+        if contestant.role in roles:
+            outcome = outcomes[contestant.name] = Outcome(contestant.role, contestant.factor)
+            step = _prepare(contestant, outcome)
+            if step is not None:
+                ready[contestant.name] = step
+    _check_losses(outcomes)
+    return outcomes
+
+
+def _turn(name: str, steps: int) -> tuple[float, float, float]:
     """Seconds and own CPU seconds per step, and how many cores of the machine were busy."""
+    step = worker.state["bench"][name]
     time.sleep(PAUSE)
     coll.barrier()
     busy, cpu, start = _busy_seconds(), time.process_time(), time.perf_counter()
@@ -180,7 +218,12 @@ def _prepare(contestant: Contestant, outcome: Outcome) -> Callable | None:
     return step
 
 
-def _trace(step: Callable, path: str) -> None:
+def _forget() -> None:
+    del worker.state["bench"]
+
+
+def _trace(name: str, path: str) -> None:
+    step = worker.state["bench"][name]
     with measure(memory=False) as measured:
         step()
         step()
@@ -225,51 +268,33 @@ class _MallocPeak(TorchDispatchMode):
         return out
 
 
-def _check_losses(outcomes: dict[str, Outcome], ready: dict[str, Callable]) -> None:
+def _check_losses(outcomes: dict[str, Outcome]) -> None:
     """Leave out peers whose loss differs from ours; if nobody agrees with us, we are wrong."""
-    everyone = coll.all_gather_object({n: outcomes[n].loss for n in ready if outcomes[n].loss})
-    ours = next((n for n in ready if outcomes[n].role == "ours"), None)
-    for name in [n for n in ready if outcomes[n].role != "floor" and n != ours]:
-        pairs = [(loss[name], loss[ours]) for loss in everyone if name in loss and ours in loss]
-        if ours and any(abs(a - b) > 2e-3 * abs(b) for a, b in pairs):
+    mine = {n: o.loss for n, o in outcomes.items() if o.loss is not None}
+    everyone = coll.all_gather_object(mine)
+    ours = next((n for n, o in outcomes.items() if o.role == "ours"), None)
+    for name, outcome in outcomes.items():
+        pairs = [(loss[name], loss[ours]) for loss in everyone if {name, ours} <= loss.keys()]
+        if outcome.role != "floor" and any(abs(a - b) > 2e-3 * abs(b) for a, b in pairs):
             theirs, mine = pairs[0]
-            outcomes[name].skipped = f"its loss is {theirs:.5f} where ours is {mine:.5f}"
-            del ready[name]
-    if ours is not None:
-        outcomes[ours].loss = next((loss[ours] for loss in everyone if ours in loss), None)
+            outcome.skipped = f"its loss is {theirs:.5f} where ours is {mine:.5f}"
 
 
-def _combine(outcome: Outcome) -> None:
-    """Slowest rank of each turn, mean CPU time, worst peak."""
-    everyone = coll.all_gather_object(outcome)
-    outcome.rounds = _slowest([o.rounds for o in everyone])
-    outcome.launched = _slowest([o.launched for o in everyone])
-    outcome.cpu = [statistics.mean(turn) for turn in zip(*(o.cpu for o in everyone), strict=True)]
-    walls = [turn for turns in outcome.rounds for turn in turns]
-    outcome.others = [
-        max(0.0, busy - len(everyone) * cpu / wall)
-        for busy, cpu, wall in zip(everyone[0].others, outcome.cpu, walls, strict=True)
-    ]
-    if outcome.peak_bytes is not None:
-        outcome.peak_bytes = max(o.peak_bytes for o in everyone)
-
-
-def _slowest(ranks: list[list[list[float]]]) -> list[list[float]]:
-    return [[max(turn) for turn in zip(*turns, strict=True)] for turns in zip(*ranks, strict=True)]
+# --- the report ---------------------------------------------------------------------------------
 
 
 def summarise(name: str, world: int, outcomes: dict[str, Outcome], goal: float | None) -> dict:
     """One row of the report, in the keys of the JSON file. Ratios below 1 are in our favour.
 
-    `ratio_to_best_peer`: with the same scheduling, `ratio_as_launched`: see the head of this file.
-    The goals are ratios to torch as its users launch it.
+    `ratio_to_best_peer`: beside us, `ratio_as_launched`: in ranks of its own, see the head of this
+    file. The goals are ratios to torch as its users launch it.
     """
     ran = {n: o for n, o in outcomes.items() if o.rounds}
     variants = {n: o for n, o in ran.items() if o.role == "ours"}
     ours_name = min(variants, key=lambda n: variants[n].seconds, default=None)
     ours = variants.get(ours_name)
     peers = {n: o for n, o in ran.items() if o.role == "peer"}
-    launched = {n: o.as_launched() for n, o in peers.items()}
+    launched = {n: o.as_launched() for n, o in peers.items() if o.launched}
     floors = [o for o in ran.values() if o.role == "floor"]
     best, ratio, spread = _against(ours, peers)
     best_launched, ratio_launched, spread_launched = _against(ours, launched)

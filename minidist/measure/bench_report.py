@@ -13,7 +13,7 @@ def table(rows: list[dict]):
     shown.add_column("strategy\nranks", no_wrap=True)
     shown.add_column("ours", justify="right", no_wrap=True)
     shown.add_column("best peer", min_width=15)
-    headings = ("ratio\n(goal)", "scheduled\nlike ours", "to the\nfloor", "peak MB\n(peer)")
+    headings = ("ratio\n(goal)", "tuned\nlike us", "to the\nfloor", "peak MB\n(peer)")
     for heading in headings:
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
@@ -39,7 +39,7 @@ def line(row: dict) -> str:
         return words
     return (
         f"{words}, {row['ratio_as_launched']:.2f} of {row['best_peer_as_launched']}, "
-        f"{row['ratio_to_best_peer']:.2f} scheduled like ours"
+        f"{row['ratio_to_best_peer']:.2f} tuned like us"
     )
 
 
