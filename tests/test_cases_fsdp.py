@@ -304,7 +304,7 @@ def test_b26_gradients_that_need_no_weight(run_ranks, mode):
     class Bias(nn.Module):
         def __init__(self):
             super().__init__()
-            self.bias = nn.Parameter(filled(3))
+            self.unused, self.bias = nn.Parameter(filled(2)), nn.Parameter(filled(3))
 
         def forward(self, x):
             self.c = x + self.bias  # nothing is saved, nothing announced: reduced at the end

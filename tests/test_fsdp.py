@@ -69,7 +69,7 @@ def settled(model):
     assert not model.busy and not model._ahead and model._in_flight is None
     for flat in model.flats:
         assert flat.gathering is None and flat.reducing is None and not flat.means
-        assert flat.grads is None
+        assert flat.grads is None and all(whole.grad is None for whole in flat.wholes)
 
 
 @contextlib.contextmanager
@@ -299,28 +299,31 @@ def test_memory_by_kind(run_ranks, strategy):
             assert peak["parameters"] == whole
 
 
-def test_on_a_cpu_one_transfer_at_a_time(run_ranks):
-    """No unit is gathered while gradients are being reduced: backward holds one or the other."""
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_on_a_cpu_one_transfer_at_a_time(run_ranks, strategy):
+    """No unit is gathered, and no gradients are collected, while others are being reduced."""
 
     def run():
         from minidist.parallel.fsdp_flat import FlatShard
 
         names = ("begin_gather", "finish_gather", "begin_reduce", "finish_reduce")
-        methods = {name: getattr(FlatShard, name) for name in names}
+        methods = {name: getattr(FlatShard, name) for name in (*names, "collect_gradients")}
         events = []
 
         def watched(name):
             def method(flat):
-                before = flat.gathering, flat.reducing
+                before = flat.gathering, flat.reducing, flat.grads
                 methods[name](flat)
-                if (flat.gathering, flat.reducing) != before:
+                after = flat.gathering, flat.reducing, flat.grads
+                if any(a is not b for a, b in zip(before, after, strict=True)):
                     events.append((name, flat.number))
 
             return method
 
-        model = md.FSDP(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), units=nn.Linear)
+        layers = (nn.Linear(8, 8) for _ in range(4))
+        model = md.FSDP(nn.Sequential(*layers), units=nn.Linear, strategy=strategy)
         x = torch.ones(2, 8)
-        for name in names:
+        for name in methods:
             setattr(FlatShard, name, watched(name))
         try:
             for _ in range(2):
@@ -328,16 +331,51 @@ def test_on_a_cpu_one_transfer_at_a_time(run_ranks):
                 events.clear()
                 loss.backward()
         finally:
-            for name in names:
+            for name in methods:
                 setattr(FlatShard, name, methods[name])
         return events
 
-    right = [("finish_gather", 3), ("begin_gather", 2)]
-    for unit in (2, 1, 0):
-        right += [("begin_reduce", unit + 1), ("finish_reduce", unit + 1), ("finish_gather", unit)]
-        right += [("begin_gather", unit - 1)] * (unit > 0)
-    right += [("begin_reduce", 0), ("finish_reduce", 0)]
+    gathers = strategy == "FULL_SHARD"
+    right = [("finish_gather", 3), ("begin_gather", 2)] * gathers
+    for unit in (3, 2, 1, 0):
+        right += [(name, unit) for name in ("collect_gradients", "begin_reduce", "finish_reduce")]
+        right += [("finish_gather", unit - 1)] * (gathers and unit > 0)
+        right += [("begin_gather", unit - 2)] * (gathers and unit > 1)
     assert run_ranks(run, 2) == [right] * 2
+
+
+def test_gradients_of_a_backward_that_failed_are_forgotten(run_ranks):
+    """In the middle of a unit, when some of its gradients have come."""
+
+    def run():
+        def fail(grad):
+            raise RuntimeError("planted")
+
+        def build():
+            torch.manual_seed(0)
+            return nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))).double()
+
+        model, serial = md.FSDP(build()), build()
+        x = torch.ones(2, 4, dtype=torch.float64)
+        handles = []
+
+        def plant(module, args, output):
+            handles.append(output.register_hook(fail))
+
+        hook = model.module[1].register_forward_hook(plant)
+        loss = model(x).sum()
+        with pytest.raises(RuntimeError, match="planted"):
+            loss.backward()
+        hook.remove()
+        assert any(whole.grad is not None for whole in model.flats[0].wholes)  # or it tests nothing
+        model(x).sum().backward()
+        serial(x).sum().backward()
+        grads = model.full_grads()
+        for name, param in serial.named_parameters():
+            torch.testing.assert_close(grads[name], param.grad, **TOLERANCE, msg=name)
+        settled(model)
+
+    run_ranks(run, 2)
 
 
 def test_masters_and_gathered_bytes_in_mixed_precision(run_ranks):

@@ -86,7 +86,9 @@ socket.setdefaulttimeout(5)
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 os.environ["MINIDIST_TUNE"] = "1"
 tuning.tune_process()
+open_files = len(tuning._open_files())
 tuning.tune_connections(dist.group.WORLD)
+assert len(tuning._open_files()) == open_files, "each look must be closed again"
 assert [size(s) for s in inside] == [2 * tuning.IN_FLIGHT] * 2, [size(s) for s in inside]
 assert [size(s) for s in other] == before
 assert all(os.get_blocking(s.fileno()) for s in (*inside, *other))

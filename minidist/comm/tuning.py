@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 import socket
+import stat
 import weakref
 from contextlib import suppress
 
@@ -52,7 +53,9 @@ def tune_connections(group: dist.ProcessGroup) -> None:
     socket.setdefaulttimeout(None)  # with one, Python would make what it touches non-blocking
     try:
         for descriptor in _open_files():
-            with suppress(OSError):  # not a socket, not connected, or closed in the meantime
+            with suppress(OSError):  # not connected, or closed in the meantime
+                if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    continue
                 with socket.socket(fileno=os.dup(descriptor)) as connection:
                     tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                     if tcp and connection.getsockname()[0] == connection.getpeername()[0]:

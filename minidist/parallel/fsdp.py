@@ -285,9 +285,10 @@ class FSDP(ShardedModule):
         if torch.is_grad_enabled():
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(functools.partial(self._on_output_gradient, use))
+                    hook = functools.partial(self._on_output_gradient, use)
+                    tensor.grad_fn.register_prehook(hook)
 
-    def _on_output_gradient(self, use: Use, grad: Tensor) -> None:
+    def _on_output_gradient(self, use: Use, grads: tuple[Tensor, ...]) -> None:
         if not use.open:  # called for every output of every module in the unit
             self._begin_backward(use)
 
@@ -305,17 +306,14 @@ class FSDP(ShardedModule):
             use.unit.enter()
             self._look_ahead(self._backward_hint.after(use.unit, self.prefetch))
 
-    def _on_gradient(self, flat: FlatShard, index: int, whole: nn.Parameter) -> None:
+    def _on_gradient(self, flat: FlatShard, whole: nn.Parameter) -> None:
         if not self._end_queued:
             self._queue_end()
         unit = self._unit_of[flat]
         if not unit.visits:
-            unit.waiting = True  # nothing announced this backward: reduce it at the end
-        if self.strategy == "SHARD_GRAD_OP" and self.placement.one_at_a_time and flat.grads is None:
-            self._finish_in_flight()  # before this unit takes memory for its own
-        grad, whole.grad = whole.grad, None
-        if grad is not None:  # a reentrant checkpoint has none for an argument it did not use
-            flat.add_gradient(index, grad.detach() if grad.requires_grad else grad)
+            unit.waiting = True  # nothing announced this backward: collect at the end
+        if self.strategy == "SHARD_GRAD_OP" and self.placement.one_at_a_time:
+            self._finish_in_flight()  # before this unit fills memory with its own
 
     def _on_replicated_gradient(self) -> None:
         if not self._end_queued:
@@ -331,6 +329,7 @@ class FSDP(ShardedModule):
         if not unit.visits and not self._keep_graph:
             unit.free()
         if unit.trainable:
+            unit.collect_gradients()
             unit.waiting = True
             # Used again in this backward: its gradients are not complete.
             if self._sync and not unit.pending and not unit.visits:
@@ -363,10 +362,12 @@ class FSDP(ShardedModule):
         self._end_queued = False
         for use in sorted(self._opened, key=lambda use: use.start, reverse=True):
             self._end_backward(use)
-        if self._sync:
-            for unit in reversed(self.units):
-                if unit.waiting:
+        for unit in reversed(self.units):
+            if unit.waiting:
+                unit.collect_gradients()
+                if self._sync:
                     self._reduce(unit)
+        if self._sync:
             self._settle()
         self._free_ahead()
         self._recomputed = None

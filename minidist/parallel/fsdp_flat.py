@@ -3,7 +3,7 @@
                   between uses        while the unit computes      after its backward
     shard         this rank's 1/N     the same                     the same, for the optimizer
     full          freed (0 bytes)     all parameters, gathered     freed
-    grads         none                whole gradients, filling     freed once reduce-scattered
+    grads         none                none, autograd keeps them    collected, freed when reduced
     pieces        in the modules      swapped for `wholes`         in the modules, `.grad` is 1/N
 
 `FlatShard` is that memory, for parameters of one dtype, and its two movements, all-gather and
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from minidist.comm import collectives as coll
 from minidist.measure import tag
-from minidist.measure.registry import gradient_hooks
 from minidist.parallel.flat import FlatLayout
 from minidist.parallel.fsdp_placement import Placement
 
@@ -70,6 +69,7 @@ class FlatShard:
         self.reduce_dtype = reduce
         self.grads: Tensor | None = None  # whole gradients, while some are in there
         self.grad_views: list[Tensor] = []
+        self.hooked: set[int] = set()  # parameters whose gradients are noticed
         self.scale = 1 / (placement.world_size * placement.replicas)
         self.gathered = True
         self.gathering: coll.Work | None = None
@@ -163,9 +163,18 @@ class FlatShard:
 
     # --- gradients: collect, reduce-scatter, hand out ---------------------------------------------
 
+    def collect_gradients(self) -> None:
+        """Move the gradients from where autograd has put them to their places in `grads`. At the
+        end of the unit's backward, when its parameters are freed: both copies are there for a
+        moment."""
+        for index, whole in enumerate(self.wholes):
+            grad = whole.grad
+            if grad is not None:
+                whole.grad = None
+                self.add_gradient(index, grad)
+
     def add_gradient(self, index: int, grad: Tensor) -> None:
-        """Put parameter `index`'s fresh gradient at its place, divided by the number of ranks (the
-        copy is needed anyway)."""
+        """Put parameter `index`'s fresh gradient at its place, divided by the number of ranks."""
         if self.reducing is not None:  # an earlier reduction still reads the buffer
             self.finish_reduce()
         if self.grads is None:
@@ -252,6 +261,8 @@ class FlatShard:
         self.filled.clear()
         self.used.clear()
         self.grads, self.grad_views = None, []
+        for whole in self.wholes:
+            whole.grad = None
 
     def _take_grads(self) -> None:
         self.grads = tag(torch.empty_like(self.full, dtype=self.reduce_dtype), "gradients")
@@ -281,9 +292,9 @@ class FlatShard:
                 )
             if piece.requires_grad != whole.requires_grad:
                 whole.requires_grad_(piece.requires_grad)
-            if piece.requires_grad and not gradient_hooks(whole):
-                hook = functools.partial(on_gradient, self, index)
-                whole.register_post_accumulate_grad_hook(hook)
+            if piece.requires_grad and index not in self.hooked:
+                whole.register_post_accumulate_grad_hook(functools.partial(on_gradient, self))
+                self.hooked.add(index)
 
 
 def _free(buffer: Tensor) -> None:

@@ -77,6 +77,10 @@ class Unit:
         for flat in self.flats:
             flat.finish_gather()
 
+    def collect_gradients(self) -> None:
+        for flat in self.flats:
+            flat.collect_gradients()
+
     def free(self) -> None:
         """Give back the whole parameters, unless they are in use."""
         if not self.visits:
