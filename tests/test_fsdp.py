@@ -123,7 +123,7 @@ def test_parity_notices(run_ranks, fault):
                 flat.scale = 1.0
         elif fault == "lost":
             flat = model.flats[1]
-            flat.add_gradient = lambda index, grad: None
+            flat.collect_gradient = lambda index: None
         elif fault == "stale":
             last = [flat.shard.clone() for flat in model.flats]
 

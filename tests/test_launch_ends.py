@@ -206,9 +206,9 @@ def test_a_normal_end_with_ranks_still_standing_leaves_nothing(tmp_path):
 
 def test_control_c_ends_the_ranks_and_says_where_they_were(tmp_path):
     work = """
-        import os, time, minidist as md
+        import os, threading, time, minidist as md
         def work():
-            print("pid", os.getpid())
+            threading.Timer(0.3, print, ("pid", os.getpid())).start()  # when it sleeps
             time.sleep(1000)
         md.launch(work, 2)
         """

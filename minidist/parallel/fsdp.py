@@ -306,14 +306,18 @@ class FSDP(ShardedModule):
             use.unit.enter()
             self._look_ahead(self._backward_hint.after(use.unit, self.prefetch))
 
-    def _on_gradient(self, flat: FlatShard, whole: nn.Parameter) -> None:
+    def _on_gradient(self, flat: FlatShard, index: int, whole: nn.Parameter) -> None:
         if not self._end_queued:
             self._queue_end()
         unit = self._unit_of[flat]
         if not unit.visits:
-            unit.waiting = True  # nothing announced this backward: collect at the end
+            unit.waiting = True  # nothing announced this backward: reduce it at the end
         if self.strategy == "SHARD_GRAD_OP" and self.placement.one_at_a_time:
             self._finish_in_flight()  # before this unit fills memory with its own
+        # Else autograd keeps it until the unit's backward is over: room for the flat buffer is
+        # where the whole parameters were.
+        if flat.always_whole or len(unit.inner) > 1:
+            flat.collect_gradient(index)
 
     def _on_replicated_gradient(self) -> None:
         if not self._end_queued:

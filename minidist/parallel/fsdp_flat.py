@@ -164,17 +164,16 @@ class FlatShard:
     # --- gradients: collect, reduce-scatter, hand out ---------------------------------------------
 
     def collect_gradients(self) -> None:
-        """Move the gradients from where autograd has put them to their places in `grads`. At the
-        end of the unit's backward, when its parameters are freed: both copies are there for a
-        moment."""
-        for index, whole in enumerate(self.wholes):
-            grad = whole.grad
-            if grad is not None:
-                whole.grad = None
-                self.add_gradient(index, grad)
+        """Take all gradients that have come from where autograd has put them."""
+        for index in range(len(self.wholes)):
+            self.collect_gradient(index)
 
-    def add_gradient(self, index: int, grad: Tensor) -> None:
-        """Put parameter `index`'s fresh gradient at its place, divided by the number of ranks."""
+    def collect_gradient(self, index: int) -> None:
+        """Put parameter `index`'s gradient at its place, divided by the number of ranks (the copy
+        is needed anyway)."""
+        grad, self.wholes[index].grad = self.wholes[index].grad, None
+        if grad is None:
+            return
         if self.reducing is not None:  # an earlier reduction still reads the buffer
             self.finish_reduce()
         if self.grads is None:
@@ -293,7 +292,8 @@ class FlatShard:
             if piece.requires_grad != whole.requires_grad:
                 whole.requires_grad_(piece.requires_grad)
             if piece.requires_grad and index not in self.hooked:
-                whole.register_post_accumulate_grad_hook(functools.partial(on_gradient, self))
+                hook = functools.partial(on_gradient, self, index)
+                whole.register_post_accumulate_grad_hook(hook)
                 self.hooked.add(index)
 
 

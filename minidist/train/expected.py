@@ -180,11 +180,12 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
     root = shape_of(config.model).parameters - config.model.layers * block
     two = min(2, config.model.layers)
     whole = root + (two if kind == "fsdp" else config.model.layers) * block
-    # In backward the root's gradients and those of a block are whole at once; the root's shard,
-    # counted as gradients, does not exist yet. (On a GPU a block before is still being reduced.)
-    unreduced = root + block - root / ranks
+    # In backward the root's gradients are whole, and those of a block twice when it ends, where its
+    # parameters have just been freed: as autograd made them and end to end. The shards of both,
+    # counted as gradients, do not exist yet. Other ranks' parts of the block arrive beside them.
+    # (On a GPU a block before is still being reduced.)
     reduced_size = 4 if config.masters else size
-    buffers = reduced_size * (unreduced + apart * block)  # and other ranks' parts of the block
+    buffers = reduced_size * (others * (root + block) + apart * block) + size * block
     return {"gathered": size * whole, "buffers": buffers}
 
 
