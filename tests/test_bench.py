@@ -1,11 +1,14 @@
 """The benchmark harness: right contestants, right arithmetic, nobody can win by computing less."""
 
+import io
 import json
 import re
+import time
 from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 
 from minidist.cli import main
 from minidist.comm import collectives as coll
@@ -116,8 +119,6 @@ def made_up(log):
         def step():
             if coll.rank() == 1:
                 torch.ones(300, 300) @ torch.ones(300, 300)
-                import time
-
                 time.sleep(0.02)
             return torch.tensor(2.0)
 
@@ -170,7 +171,32 @@ def test_turns_alternate_and_misfits_are_left_out(tmp_path):
     assert turns[4 * WARM_UP :][: 2 * WARM_UP : WARM_UP] == [*apart, "wrong, as launched"]
     floor, ours, peer = TURNS
     peer = peer + apart * 2
-    assert turns[6 * WARM_UP :] == (floor + ours + peer + peer + ours + floor) * 2
+    assert turns[6 * WARM_UP :] == (floor + ours + peer + peer[::-1] + ours + floor) * 2
+
+
+def test_what_a_peer_computes_as_launched_counts_too():
+    def make():
+        loss = 2.0 if tuned() else 1.9
+        return [
+            Contestant("minidist", "ours", lambda: lambda: torch.tensor(2.0)),
+            Contestant("peer", "peer", lambda: lambda: torch.tensor(loss)),
+        ]
+
+    outcomes = bench.run(make, 2, rounds=1, timeout=60)
+    assert outcomes["peer"].skipped == "its loss is 1.90000 where ours is 2.00000"
+    assert outcomes["minidist"].rounds and not outcomes["peer"].rounds
+
+
+def test_the_limit_is_that_of_the_row():
+    def make():
+        def step():
+            time.sleep(0.2)
+            return torch.tensor(1.0)
+
+        return [Contestant("minidist", "ours", lambda: step)]
+
+    with pytest.raises(RankFailure, match="not finished after"):
+        bench.run(make, 2, rounds=50, timeout=3)
 
 
 def test_under_torchrun_everybody_is_in_the_ranks_that_are_there(run_ranks, tmp_path):
@@ -184,7 +210,11 @@ def test_under_torchrun_everybody_is_in_the_ranks_that_are_there(run_ranks, tmp_
     row = bench.summarise("ddp", 2, outcomes[0], goal=0.9)
     assert row["ratio_as_launched"] is row["met"] is None
     assert row["ratio_to_best_peer"] > 0
-    bench_report.table([row])
+    words = f"{row['ratio_to_best_peer']:.2f} tuned like us"
+    assert bench_report.line(row).endswith(f" ms, {words}")
+    table = Console(width=100, record=True, quiet=False, file=io.StringIO())
+    table.print(bench_report.table([row]))
+    assert "good" in table.export_text()
 
 
 def test_our_own_failure_is_no_reason_to_skip(run_ranks):

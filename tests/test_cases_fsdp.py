@@ -476,6 +476,21 @@ def test_b47_reduction_in_32_bits(run_ranks, mode):
     for inside in (False, True):
         assert run_ranks(micro_steps, 1, inside) == [300.0]  # 256: added up in 16 bits
 
+    class Often(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            return sum(checkpoint(self.layer, x, use_reentrant=True) for _ in range(300))
+
+    def in_one_backward():  # a reentrant checkpoint hands over its part of the gradient by itself
+        model = md.FSDP(Often(), strategy=mode, mixed_precision=precision)
+        model(torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        return model.full_grads()["layer.weight"].item()
+
+    assert run_ranks(in_one_backward, 2) == [300.0] * 2
+
 
 # --- B17, B19, B21, B23: shapes, layouts, dtypes --------------------------------------------------
 

@@ -378,6 +378,59 @@ def test_gradients_of_a_backward_that_failed_are_forgotten(run_ranks):
     run_ranks(run, 2)
 
 
+class HalfSquare(torch.autograd.Function):
+    """|w|^2 / 2, whose gradient is the very memory of w."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight)
+        return weight.detach().square().sum() / 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0].detach()
+
+
+class Penalised(nn.Module):
+    """Returns its input and adds to the loss: outermost, or inside of another module."""
+
+    def __init__(self, inner=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+        self.inner = inner
+
+    def forward(self, x):
+        x = x if self.inner is None else self.inner(x)
+        return x + HalfSquare.apply(self.weight)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD"])
+def test_gradients_that_are_parameters_or_have_a_graph(run_ranks, strategy, create_graph):
+    """In a unit around others (collects at once) and in one inside (at the end of its backward)."""
+
+    def run():
+        def build():
+            return Penalised(nn.Sequential(Penalised(), nn.Linear(3, 3).double()))
+
+        torch.manual_seed(0)
+        serial = build()
+        model = md.FSDP(copy.deepcopy(serial), units=[Penalised, nn.Linear], strategy=strategy)
+        x = torch.ones(2, 3, dtype=torch.float64)
+        for _ in range(2):
+            model(x).sum().backward(create_graph=create_graph)
+            serial(x).sum().backward()
+        grads = model.full_grads()
+        for name, param in serial.named_parameters():
+            assert not grads[name].requires_grad
+            torch.testing.assert_close(grads[name], param.grad, **TOLERANCE, msg=name)
+        settled(model) if not create_graph else None
+
+    for world in (1, 2, 3):
+        run_ranks(run, world)
+
+
 def test_masters_and_gathered_bytes_in_mixed_precision(run_ranks):
     def run():
         precision = md.MixedPrecision(torch.bfloat16, torch.float32)

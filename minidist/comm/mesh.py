@@ -39,6 +39,7 @@ def build_mesh(dp: int = 1, pp: int = 1, tp: int = 1) -> DeviceMesh:
 
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """The process group meant by `group`: None is the world, a one-dimensional mesh is its group.
+    The first time a group is asked for, its connections are tuned (`tuning.py`).
 
     Raises RuntimeError without a process group or when this rank is not in `group`, ValueError for
     a mesh of several dimensions, TypeError for anything else.

@@ -2,7 +2,7 @@
 
 Times on a shared machine drift by tens of percent within minutes, ratios of neighbours do not. So:
 
-* all contestants of a row live in the same ranks and take turns; every second turn goes backwards;
+* all contestants of a row take turns on the same cores; every second time the order is reversed;
 * a turn is a block of at least two steps between barriers: with a barrier after every step, what a
   step leaves running (the gather at the end of a ZeRO step) would be hidden in the barrier;
 * a turn's time is that of its slowest rank; a round's is the median of its turns;
@@ -10,8 +10,8 @@ Times on a shared machine drift by tens of percent within minutes, ratios of nei
 
 Same model, data, dtype and optimizer for all, one thread per rank. Peers take each turn twice: in
 the ranks where we run, which `comm.tuning` has prepared, and in ranks of their own that are as the
-system makes them, as torch's users launch them. Every contestant must reach the loss of the others
-in the warm-up steps, or it has computed something else and is left out.
+system makes them, which is how torch's users launch them. Every contestant must reach the loss of
+the others in the warm-up steps, or it has computed something else and is left out.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minidist.comm import collectives as coll
 from minidist.comm import worker
-from minidist.comm.launch import Ranks
+from minidist.comm.launch import RankFailure, Ranks
 from minidist.comm.tuning import tuned
 from minidist.measure.meter import measure
 from minidist.measure.process import malloced
@@ -111,10 +111,16 @@ def run(
     # What peers print (deprecations, banners) is not shown; a failure is told by RankFailure.
     quiet = {"timeout": timeout, "on_output": lambda rank, stream, line: None}
     with Ranks(world, **quiet) as ours, Ranks(world, tune=False, **quiet) as launched:
-        end = time.monotonic() + timeout  # of the whole row
+        end = time.monotonic() + timeout
 
         def in_time(ranks: Ranks) -> Callable:
-            return lambda *call: ranks.run(*call, timeout=max(1.0, end - time.monotonic()))
+            def call(*function_and_arguments) -> list:
+                left = end - time.monotonic()
+                if left <= 0:
+                    raise RankFailure(f"not finished after {timeout:g} s", 0, "", {})
+                return ranks.run(*function_and_arguments, timeout=left)
+
+            return call
 
         return _compete(in_time(ours), in_time(launched), make, rounds, steps, trace)
 
@@ -129,18 +135,29 @@ def _compete(call, launched, make, rounds: int, steps: int, trace: str | None) -
     outcomes = _merged(call(_prepare_all, make, ("floor", "ours", "peer")))
     apart = _merged(launched(_prepare_all, make, ("peer",))) if launched else {}
     for name, outcome in apart.items():
-        outcomes[name].skipped = outcomes[name].skipped or outcome.skipped
+        here = outcomes[name]
+        here.skipped = here.skipped or outcome.skipped or _differs(outcome.loss, here.loss)
     names = [name for name, outcome in outcomes.items() if not outcome.skipped]
+
+    def beside_us(name: str) -> None:
+        outcomes[name].add(call(_turn, name, steps))
+
+    def as_launched(name: str) -> None:
+        if name in apart:
+            turns = launched(_turn, name, steps)
+            outcomes[name].launched[-1].append(max(wall for wall, _, _ in turns))
+
     for _ in range(rounds):
         for name in names:
             outcomes[name].rounds.append([])
-            outcomes[name].launched += [[]] if name in apart else []
-        for order in (names, names[::-1]):
-            for name in order:
-                outcomes[name].add(call(_turn, name, steps))
-                if name in apart:
-                    turns = launched(_turn, name, steps)
-                    outcomes[name].launched[-1].append(max(wall for wall, _, _ in turns))
+            if name in apart:
+                outcomes[name].launched.append([])
+        for name in names:
+            beside_us(name)
+            as_launched(name)
+        for name in names[::-1]:
+            as_launched(name)
+            beside_us(name)
     if not launched and not tuned():  # on NCCL there is nothing to prepare: all ranks are alike
         for name in names:
             outcomes[name].launched = outcomes[name].rounds
@@ -177,6 +194,8 @@ def _prepare_all(make: Callable[[], list[Contestant]], roles: tuple) -> dict[str
             if step is not None:
                 ready[contestant.name] = step
     _check_losses(outcomes)
+    for name in [name for name in ready if outcomes[name].skipped]:
+        del ready[name]
     return outcomes
 
 
@@ -270,14 +289,18 @@ class _MallocPeak(TorchDispatchMode):
 
 def _check_losses(outcomes: dict[str, Outcome]) -> None:
     """Leave out peers whose loss differs from ours; if nobody agrees with us, we are wrong."""
-    mine = {n: o.loss for n, o in outcomes.items() if o.loss is not None}
-    everyone = coll.all_gather_object(mine)
+    everyone = coll.all_gather_object({n: o.loss for n, o in outcomes.items()})
     ours = next((n for n, o in outcomes.items() if o.role == "ours"), None)
     for name, outcome in outcomes.items():
-        pairs = [(loss[name], loss[ours]) for loss in everyone if {name, ours} <= loss.keys()]
-        if outcome.role != "floor" and any(abs(a - b) > 2e-3 * abs(b) for a, b in pairs):
-            theirs, mine = pairs[0]
-            outcome.skipped = f"its loss is {theirs:.5f} where ours is {mine:.5f}"
+        if ours and outcome.role != "floor":
+            differences = [_differs(losses[name], losses[ours]) for losses in everyone]
+            outcome.skipped = outcome.skipped or next(filter(None, differences), None)
+
+
+def _differs(loss: float | None, ours: float | None) -> str | None:
+    if loss is None or ours is None or abs(loss - ours) <= 2e-3 * abs(ours):
+        return None
+    return f"its loss is {loss:.5f} where ours is {ours:.5f}"
 
 
 # --- the report ---------------------------------------------------------------------------------

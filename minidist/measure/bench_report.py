@@ -17,11 +17,11 @@ def table(rows: list[dict]):
     for heading in headings:
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        best = row["best_peer_as_launched"]
+        peers, best = _peers(row)
         shown.add_row(
             f"{row['name']}\n{row['world']} ranks",
             _ours(row),
-            f"{_ms(row['peers_as_launched'][best])} {best}" if best else "none ran",
+            f"{_ms(peers[best])} {best}" if best else "none ran",
             _ratio(row),
             _number(row["ratio_to_best_peer"]),
             _number(row["ratio_to_floor"]),
@@ -35,12 +35,13 @@ def line(row: dict) -> str:
     which = (row["ours"] or "").partition(", ")[2]
     words = f"{row['name']}, {row['world']} ranks: {_ms(row['ours_seconds'])} ms"
     words += f" ({which})" if which else ""
-    if row["ratio_as_launched"] is None:
-        return words
-    return (
-        f"{words}, {row['ratio_as_launched']:.2f} of {row['best_peer_as_launched']}, "
-        f"{row['ratio_to_best_peer']:.2f} tuned like us"
-    )
+    if row["ratio_as_launched"] is not None:
+        words += f", {row['ratio_as_launched']:.2f} of {row['best_peer_as_launched']}"
+    if row["ratio_to_best_peer"] is not None:
+        _, best = _peers(row)
+        other = "" if best == row["best_peer"] else f" of {row['best_peer']}"
+        words += f", {row['ratio_to_best_peer']:.2f}{other} tuned like us"
+    return words
 
 
 def remarks(rows: list[dict]) -> list[str]:
@@ -84,7 +85,7 @@ def plot(rows: list[dict], path: str | Path) -> None:
         lines, columns, figsize=(5.5 * columns, 2.6 * lines), squeeze=False, layout="constrained"
     )
     for axis, row in zip(axes.flat, rows, strict=False):
-        bars = {**row["variants"], **row["peers_as_launched"]}
+        bars = {**row["variants"], **_peers(row)[0]}
         bars = {name: seconds for name, seconds in bars.items() if seconds is not None}
         colors = ["tab:blue" if name in row["variants"] else "lightgray" for name in bars]
         axis.barh(list(bars), [1e3 * seconds for seconds in bars.values()], color=colors)
@@ -98,6 +99,13 @@ def plot(rows: list[dict], path: str | Path) -> None:
         axis.axis("off")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def _peers(row: dict) -> tuple[dict[str, float], str | None]:
+    """Their times and the best of them: as launched, or else in our ranks (under torchrun)."""
+    if row["peers_as_launched"]:
+        return row["peers_as_launched"], row["best_peer_as_launched"]
+    return row["peers"], row["best_peer"]
 
 
 def _ours(row: dict) -> str:

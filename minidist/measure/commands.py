@@ -48,10 +48,10 @@ def bench(
         typer.Option(help="Folder for a Perfetto trace of one step of ours per row."),
     ] = None,
 ) -> int:
-    """Time our strategies beside torch's own, alternating in the same processes.
+    """Time our strategies beside torch's own, turn by turn on the same cores.
 
     Every contestant has the same model, data, dtype, optimizer and one thread per rank. Reports
-    medians, the ratio to the best peer (as launched, and scheduled like our ranks), the ratio to
+    medians, the ratio to the best peer (as launched, and in ranks tuned like ours), the ratio to
     the floor (compute alone plus the communication that cannot be avoided) and the peak memory of
     a step.
 

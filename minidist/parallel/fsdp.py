@@ -131,6 +131,9 @@ class FSDP(ShardedModule):
         for unit in units:
             self._surround(unit)
             self._listen(unit)
+            if len(unit.inner) > 1:  # its parameters are whole while the units inside go backward
+                for flat in unit.flats:
+                    flat.at_once = True
 
     def _surround(self, unit: Unit) -> None:
         """Put gather and free around the module's forward, however it is called."""
@@ -285,6 +288,7 @@ class FSDP(ShardedModule):
         if torch.is_grad_enabled():
             for tensor in (output,) if isinstance(output, Tensor) else tensors_in(output):
                 if tensor.grad_fn is not None:
+                    # As tensor.register_hook, with half of its Python.
                     hook = functools.partial(self._on_output_gradient, use)
                     tensor.grad_fn.register_prehook(hook)
 
@@ -314,10 +318,7 @@ class FSDP(ShardedModule):
             unit.waiting = True  # nothing announced this backward: reduce it at the end
         if self.strategy == "SHARD_GRAD_OP" and self.placement.one_at_a_time:
             self._finish_in_flight()  # before this unit fills memory with its own
-        # Else autograd keeps it until the unit's backward is over: room for the flat buffer is
-        # where the whole parameters were.
-        if flat.always_whole or len(unit.inner) > 1:
-            flat.collect_gradient(index)
+        flat.gradient_came(index)
 
     def _on_replicated_gradient(self) -> None:
         if not self._end_queued:

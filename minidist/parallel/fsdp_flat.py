@@ -3,7 +3,7 @@
                   between uses        while the unit computes      after its backward
     shard         this rank's 1/N     the same                     the same, for the optimizer
     full          freed (0 bytes)     all parameters, gathered     freed
-    grads         none                none, autograd keeps them    collected, freed when reduced
+    grads         none                none yet (see `at_once`)     all, until reduce-scattered
     pieces        in the modules      swapped for `wholes`         in the modules, `.grad` is 1/N
 
 `FlatShard` is that memory, for parameters of one dtype, and its two movements, all-gather and
@@ -73,6 +73,10 @@ class FlatShard:
         self.scale = 1 / (placement.world_size * placement.replicas)
         self.gathered = True
         self.gathering: coll.Work | None = None
+        # Whether gradients are collected as they come. Else autograd keeps them until the backward
+        # of the unit is over: room for `grads` is then where `full` was. Not where `full` stays,
+        # nor where adding up needs the bits of `reduce_dtype`.
+        self.at_once = self.always_whole or reduce != compute
         self.filled: set[int] = set()  # parameters with a gradient in `grads`
         self.used: set[int] = set()  # parameters with a gradient since the last agreement
         self.reducing: coll.Work | None = None
@@ -163,6 +167,14 @@ class FlatShard:
 
     # --- gradients: collect, reduce-scatter, hand out ---------------------------------------------
 
+    def gradient_came(self, index: int) -> None:
+        """Autograd has put a gradient into `wholes[index].grad`."""
+        grad = self.wholes[index].grad
+        if self.at_once or grad is None or grad.layout is not torch.strided:
+            self.collect_gradient(index)
+        elif grad.untyped_storage()._cdata == self.full.untyped_storage()._cdata:
+            self.collect_gradient(index)  # a function returned a parameter: it will be freed
+
     def collect_gradients(self) -> None:
         """Take all gradients that have come from where autograd has put them."""
         for index in range(len(self.wholes)):
@@ -174,6 +186,7 @@ class FlatShard:
         grad, self.wholes[index].grad = self.wholes[index].grad, None
         if grad is None:
             return
+        grad = grad.detach()  # with create_graph it has a graph
         if self.reducing is not None:  # an earlier reduction still reads the buffer
             self.finish_reduce()
         if self.grads is None:

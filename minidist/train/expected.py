@@ -182,8 +182,8 @@ def _passing(config: TrainConfig, layout: Layout, parameters: int) -> dict[str, 
     whole = root + (two if kind == "fsdp" else config.model.layers) * block
     # In backward the root's gradients are whole, and those of a block twice when it ends, where its
     # parameters have just been freed: as autograd made them and end to end. The shards of both,
-    # counted as gradients, do not exist yet. Other ranks' parts of the block arrive beside them.
-    # (On a GPU a block before is still being reduced.)
+    # counted as gradients, do not exist yet. A moment later other ranks' parts of the block arrive;
+    # this column adds up what each kind has at its highest.
     reduced_size = 4 if config.masters else size
     buffers = reduced_size * (others * (root + block) + apart * block) + size * block
     return {"gathered": size * whole, "buffers": buffers}
