@@ -12,8 +12,8 @@ def table(rows: list[dict]):
     shown = Table(title="ms per step. A ratio below 1: less than the best peer as launched.")
     shown.add_column("strategy\nranks", no_wrap=True)
     shown.add_column("ours", justify="right", no_wrap=True)
-    shown.add_column("best peer", min_width=15)
-    headings = ("ratio\n(goal)", "tuned\nlike us", "to the\nfloor", "peak MB\n(peer)")
+    shown.add_column("best peer", min_width=12)
+    headings = ("ratio\n(goal)", "tuned\nlike\nus", "to the\nfloor", "peak MB\n(peer)")
     for heading in headings:
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
