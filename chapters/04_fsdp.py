@@ -732,7 +732,7 @@ print(inspect.getsource(fsdp_flat.FlatShard.begin_gather))
 # | `full` 释放后谁都能碰 | 换成一维的分片，并弄错版本号 | 读到已释放的内存 |
 # | 参数都是 fp32 | `MixedPrecision`：分片是 fp32 主副本，收集和计算用 bf16 | 收集的字节多一倍 |
 # | 释放的内存每次还给系统 | 让进程留住释放的内存（`tune_process`） | 反复缺页：系统要把每一页重新清零，慢 4%～10% |
-# | 一条连接里可以积压 4 MB | 同一台机器的 rank 之间最多 256 KB 在途（`tune_connections`） | 在途的数据被挤出缓存：收集和归约多花 25%～60% 的时间 |
+# | 一条连接里可以积压 4 MB | 同一台机器的 rank 之间最多 256 KB 在途（`tune_connections`） | 拷贝时数据已不在缓存里，中断和唤醒也更多：收集和归约更慢 |
 # | 平均在收到之后 | 拷进缓冲区时顺手除以 N | 多过一遍内存，fp16 求和还可能溢出 |
 # | 一层一用 | 一层用多次、重算（checkpoint）、共享权重、冻结参数 | 第二次用时已被释放，梯度只算了一部分 |
 #
@@ -749,7 +749,7 @@ print(inspect.getsource(fsdp_flat.FlatShard.begin_gather))
 # | anybody can touch `full` when it is freed | 1-D pieces in its place, and a wrong version counter | reads of freed memory |
 # | all in fp32 | `MixedPrecision`: the shard is the fp32 master, gather and compute in bf16 | twice the bytes to gather |
 # | gives freed memory back to the system every time | the process keeps freed memory (`tune_process`) | page faults over and over: the system clears every page again, 4 to 10% slower |
-# | up to 4 MB wait in one connection | at most 256 KB between ranks of one machine (`tune_connections`) | what is on its way falls out of the caches: gathers and reductions take 25 to 60% longer |
+# | up to 4 MB wait in one connection | at most 256 KB between ranks of one machine (`tune_connections`) | copies miss the caches, and there are more interrupts and wake-ups: gathers and reductions are slower |
 # | averages on arrival | divides by N while copying into the buffer | one more pass over memory, and fp16 sums may overflow |
 # | each layer is used once | layers used twice, recomputation (checkpointing), shared weights, frozen parameters | freed before the second use, gradients of half the uses |
 #

@@ -19,7 +19,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows its
 
 
 def buffers():
-    """Send buffers of this rank's TCP connections, each with the number of its process group."""
+    """How this rank is scheduled, and the send buffers of its TCP connections: those of the world,
+    and those of a second group before and after the group is first used."""
     import torch.distributed as dist
 
     from minidist.comm import collectives as coll
@@ -71,7 +72,7 @@ def test_nothing_is_touched_unless_wanted(monkeypatch, way):
 
 
 @linux
-def test_only_connections_inside_the_machine_and_nothing_but_their_buffer(monkeypatch):
+def test_only_connections_inside_the_machine_and_nothing_but_their_buffer():
     """In a process of its own: pytest's connections are not ours to change."""
     program = """
 import os, socket

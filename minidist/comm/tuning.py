@@ -19,11 +19,11 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-# Bytes that a connection takes from its sender and the receiver has not acknowledged. The system
-# lets it grow to 4 MB; what is sent in such portions has left the caches when it is received.
-# Measured with all-gathers and reduce-scatters of 14 M parameters: 37% less time at 2 ranks, 25%
-# less at 4 (TCP's congestion control BBR; with reno 20% less at 2). Half as much is as good, twice
-# not quite.
+# Bytes that a connection takes from its sender and the receiver has not acknowledged; the system
+# lets it grow to 4 MB. Measured with all-gathers and reduce-scatters of 14 M parameters: 37% less
+# time at 2 ranks, 25% less at 4 (TCP's congestion control BBR; with reno 20% less at 2). Says perf:
+# copies take a third less, for what was sent is still in the caches, and interrupts and wake-ups
+# nearly vanish. Half as much is as good, twice not quite.
 IN_FLIGHT = 256 << 10
 
 _tuned = False
@@ -47,7 +47,7 @@ def tuned() -> bool:
 
 
 def tune_connections(group: dist.ProcessGroup) -> None:
-    """Once per process group: keep what is in flight in the caches."""
+    """Once per process group: cap what its connections inside this machine hold."""
     if not _tuned or group in _connected:
         return
     _connected.add(group)
